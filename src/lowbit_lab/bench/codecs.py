@@ -13,7 +13,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -127,7 +127,9 @@ def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
     first = data == settings.data[0]
     layer = decoder_layer(timed) if settings.layer and first else None
     for dtype in (getattr(torch, name) for name in settings.dtypes):
-        inputs = Inputs(timed.to(settings.device, dtype))
+        x = timed.to(settings.device, dtype)
+        xs = [x.clone() for _ in range(timing.buffers_for(x.nbytes, x.device))]
+        outs = [torch.zeros_like(x) for x in xs]
         layer = layer.to(settings.device, dtype) if layer else None
         for name in settings.codecs:
             codec = (
@@ -137,28 +139,21 @@ def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
             )
             about = {
                 "codec": name, "device": settings.device, "dtype": str(dtype).removeprefix("torch."), "data": data,
-                "shape": list(timed.shape), **_accuracy(codec, [t.to(settings.device, dtype) for t in tensors]),
+                "shape": list(timed.shape),
+                "bits_per_element": statistics.fmean(codec.bits_per_element(t.shape) for t in tensors),
+                "relative_error": statistics.fmean(_error_of(codec, t.to(settings.device, dtype)) for t in tensors),
             }  # fmt: skip
             for count in _counts(settings):
                 with timing.threads(count):
                     reference = settings.reference and first
-                    speed = speeds(codec, inputs, settings.rounds, reference=reference, layer=layer)
+                    speed = speeds(codec, xs, outs, settings.rounds, reference=reference, layer=layer)
                 yield about | {"threads": count} | speed
 
 
-def _accuracy(codec: Codec, tensors: Sequence[Tensor]) -> dict[str, float]:
-    """Bits per element and relative error, means over tensors of equal weight."""
-    errors = [relative_error(t, _crossed(codec, t)) for t in tensors]
-    bits = [codec.bits_per_element(t.shape) for t in tensors]
-    return {"bits_per_element": statistics.fmean(bits), "relative_error": statistics.fmean(errors)}
-
-
-def _crossed(codec: Codec, x: Tensor) -> Tensor:
-    """`x` as it arrives at the other end; as the first message of a codec with memory."""
-    if not codec.stateful:
-        return codec.round_trip(x)
+def _error_of(codec: Codec, x: Tensor) -> float:
+    """Return the relative error of a tensor, as the first message of a codec with memory."""
     sender, receiver = ends_of(codec, x)
-    return receiver.decode(sender.encode(x))
+    return relative_error(x, receiver.decode(sender.encode(x)))
 
 
 def relative_error(x: Tensor, y: Tensor) -> float:
@@ -191,82 +186,69 @@ def _label(row: Row) -> str:
     return re.sub(r"\w+=", "", row["codec"])
 
 
-def _speeds(rows: Sequence[Row]) -> list[Row]:
-    """Rows with speeds, of the first kind of data."""
-    return [row for row in rows if row["data"] == rows[0]["data"]]
+def _first(*names: str) -> Callable[[Sequence[Row]], list[Row]]:
+    """Return a function that selects the rows whose values of these fields are those of the first row."""
+    return lambda rows: [row for row in rows if all(row[name] == rows[0][name] for name in names)]
 
 
 def _errors(rows: Sequence[Row]) -> list[Row]:
     """Return a row for each codec: bits on the first kind of data, and the error on each kind, in the first dtype."""
     errors: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if row["dtype"] == rows[0]["dtype"]:
-            first = {name: row[name] for name in ("codec", "dtype", "data", "bits_per_element")}
-            errors.setdefault(row["codec"], first)[row["data"]] = row["relative_error"]
+    for row in _first("dtype")(rows):
+        first = {name: row[name] for name in ("codec", "dtype", "data", "bits_per_element")}
+        errors.setdefault(row["codec"], first)[row["data"]] = row["relative_error"]
     return list(errors.values())
 
 
 def _few_bits(rows: Sequence[Row]) -> list[Row]:
     """Return rows of the first dtype and number of threads; only those below 6 bits, if any."""
-    rows = [row for row in rows if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
-    return [row for row in rows if row["bits_per_element"] < 6] or rows
+    first = _first("dtype", "threads")(rows)
+    return [row for row in first if row["bits_per_element"] < 6] or first
 
 
 def _ways(rows: Sequence[Row]) -> list[Row]:
     """Return a row for each of encoding, decoding and copying, in the first dtype and number of threads."""
-    rows = [row for row in _speeds(rows) if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
+    rows = _first("data", "dtype", "threads")(rows)
     return [{**row, "way": way, "gb_s": row[f"{way}_gb_s"]} for row in rows for way in ("encode", "decode", "copy")]
 
 
-class Inputs:
-    """Equal tensors, more than the caches hold, and buffers for decoded ones."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.count = timing.buffers_for(x.numel() * x.element_size(), x.device)
-        self.tensors = [x.clone() for _ in range(self.count)]
-        self.outs = [torch.zeros_like(x) for _ in range(self.count)]
-        self.nbytes = x.numel() * x.element_size()
-
-
-def speeds(codec: Codec, inputs: Inputs, rounds: int, *, reference: bool, layer: nn.Module | None) -> dict[str, float]:
-    """Measure speeds and their spreads."""
-    xs, outs = inputs.tensors, inputs.outs
+def speeds(
+    codec: Codec, xs: Sequence[Tensor], outs: Sequence[Tensor], rounds: int, *, reference: bool, layer: nn.Module | None
+) -> dict[str, float]:
+    """Measure speeds and their spreads on equal tensors, more than the caches hold, with buffers for decoded ones."""
+    nbytes, device = xs[0].nbytes, xs[0].device
     encode, decode, size = coding_operations(codec, xs, outs)
 
     def copy(i: int) -> None:
         outs[i].copy_(xs[i])
 
     operations = {"copy": copy, "encode": encode, "decode": decode}
-    operations["checksum"] = _checksum(size, inputs.count, xs[0].device)
+    # As a transport computes it at either end, on host or GPU.
+    checksums, payload = Checksums("bench"), torch.zeros(size + CHECKSUM_BYTES, dtype=torch.uint8, device=device)
+    messages, seal = [payload.clone() for _ in xs], checksums.seal_there if device.type == "cuda" else checksums.seal
+    operations["checksum"] = lambda i: seal(messages[i], i)
     if reference:
-        operations |= {"reference_encode": _eagerly(encode), "reference_decode": _eagerly(decode)}
+        eagerly = kernels.backend("reference")
+        operations |= {"reference_encode": eagerly(encode), "reference_decode": eagerly(decode)}
     fewer = {name: REFERENCE_ROUNDS for name in operations if name.startswith("reference")}
     if layer is not None:
         operations["layer"], fewer["layer"] = _forward_and_backward(layer, xs), LAYER_ROUNDS
-    seconds = timing.in_turn(operations, rounds=rounds, buffers=inputs.count, fewer=fewer, device=xs[0].device)
+    seconds = timing.in_turn(operations, rounds=rounds, buffers=len(xs), fewer=fewer, device=device)
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     coding, checksum = medians["encode"] + medians["decode"], medians.pop("checksum")
     row = {"checksum_gb_s": size / checksum / 1e9, "checksum_share": 2 * checksum / coding}
     if layer is not None:
         row["layer_seconds"] = medians.pop("layer")
         row["share_of_layer"] = coding / row["layer_seconds"]
-    row |= {f"{name}_gb_s": inputs.nbytes / s / 1e9 for name, s in medians.items()}
+    row |= {f"{name}_gb_s": nbytes / s / 1e9 for name, s in medians.items()}
     for name in ("copy", "encode", "decode"):
-        row[f"{name}_best_gb_s"] = inputs.nbytes / min(seconds[name]) / 1e9
+        row[f"{name}_best_gb_s"] = nbytes / min(seconds[name]) / 1e9
         row[f"{name}_spread"] = spread(seconds[name])
     for name in ("encode", "decode"):
         shares = [c / s for c, s in zip(seconds["copy"], seconds[name], strict=True)]
         row[f"{name}_share_of_copy"] = share = statistics.median(shares)
-        row[f"{name}_share_of_rate"] = share * (1 + size / inputs.nbytes) / 2
+        row[f"{name}_share_of_rate"] = share * (1 + size / nbytes) / 2
     return row
-
-
-def _checksum(size: int, count: int, device: torch.device) -> timing.Operation:
-    """Return an operation: the checksum of `size` bytes, as a transport computes it at either end, on host or GPU."""
-    checksums, room = Checksums("bench"), size + CHECKSUM_BYTES
-    messages = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(count)]
-    seal = checksums.seal_there if device.type == "cuda" else checksums.seal
-    return lambda i: seal(messages[i], i)
 
 
 def ends_of(codec: Codec, x: Tensor) -> tuple[Session, Session]:
@@ -298,14 +280,6 @@ def _forward_and_backward(layer: nn.Module, xs: Sequence[Tensor]) -> timing.Oper
         x = xs[i].detach().requires_grad_()
         y = layer(inputs_embeds=x, use_cache=False).last_hidden_state
         torch.autograd.grad(y, [x, *layer.parameters()], xs[i])
-
-    return run
-
-
-def _eagerly(operation: timing.Operation) -> timing.Operation:
-    def run(i: int) -> None:
-        with kernels.backend("reference"):
-            operation(i)
 
     return run
 
@@ -374,7 +348,7 @@ COMMAND = Command(
     measure=measure,
     tables=[
         Table(
-            rows=_speeds,
+            rows=_first("data"),
             each=lambda row: (row["dtype"], row["threads"]),
             title=lambda rows: "GB of {dtype} a second, {threads} thread(s), {data}".format(**rows[0]),
             columns=[

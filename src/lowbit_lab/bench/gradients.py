@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +27,7 @@ from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, next_token_loss, vocabulary
 from lowbit.wire.groups import default_group
 from lowbit_lab.bench.memory_run import Meter
-from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name, on_slowest_link
+from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, Names, link_name, on_slowest_link
 from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, error_of_sum, take_turns, timed
 from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
 from lowbit_lab.charts import Bars
@@ -60,7 +59,7 @@ class GradientsBenchmark:
 
     links: Links = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
-    ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
+    ranks: Annotated[tuple[AtLeastTwo, ...], EachOnce] = (2, 4)
     """Numbers of ranks, each on its own host."""
     formats: Names = (*ENGINE, "fp8", "int8", "int4")
     """engine-fp32 and engine-bf16: PyTorch's all-reduce. hook-fp16, hook-bf16 and powersgd (rank 4): its DDP hooks.
@@ -239,7 +238,7 @@ class GradientsRank:
         self._power: powerSGD_hook.PowerSGDState | None = None
         self._models: dict[str, tuple[nn.Module, GradientStorage | None, Tensor, int]] = {}
         self._stored: dict[str, tuple[GradientStorage, list[nn.Parameter]]] = {}
-        self._groups: dict[str, dist.ProcessGroup] = {}  # one per format, so that each has its own payload buffers
+        self._groups: dict[str, Any] = {}  # one per format, so that each has its own payload buffers
 
     def open(self, numel: int, algorithm: str) -> None:
         """Make the tensor to average."""
@@ -272,7 +271,7 @@ class GradientsRank:
     def _gradients(self, name: str) -> Tensor:
         """Return this rank's gradients, as a copy or stored."""
         if name not in self._groups:
-            self._groups[name] = _new_group()
+            self._groups[name] = dist.new_group()
         if name not in STORED:
             return self._x.clone()
         matrices = self._x.view(-1, MATRIX, MATRIX)
@@ -292,9 +291,16 @@ class GradientsRank:
         replica: Any = build_model(sizes, vocab=vocab, sequence=sequence, seed=0)
         storage = GradientStorage(replica) if name in STORED else None
         if storage is not None:
-            self._groups[name] = _new_group()
+            self._groups[name] = dist.new_group()
         else:
-            replica = self._wrapped(name, replica)
+            size = _ONE_BUCKET_MB if name == "powersgd" else _BUCKET_MB
+            replica = DistributedDataParallel(replica, bucket_cap_mb=size, gradient_as_bucket_view=True)
+            if name in _HOOKS:
+                replica.register_comm_hook(None, _HOOKS[name])
+            elif name == "powersgd":
+                replica.register_comm_hook(_power_state(), powerSGD_hook.powerSGD_hook)
+            elif name not in ENGINE:
+                replica.register_comm_hook(None, all_reduce_hook(codec_of(name), algorithm=self._algorithm))
         generator = torch.Generator().manual_seed(dist.get_rank())
         tokens = torch.randint(vocab, (batch, sequence + 1), generator=generator)
         before = payload_bytes()
@@ -315,23 +321,11 @@ class GradientsRank:
         if storage is not None:
             held = storage.nbytes
             storage.zero_()
-            return {"seconds": seconds, "gradient_bytes": held + payloads}
-        gradients = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
-        held = sum({s.data_ptr(): s.nbytes() for s in gradients}.values())
-        model.zero_grad(set_to_none=True)
+        else:
+            gradients = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
+            held = sum({s.data_ptr(): s.nbytes() for s in gradients}.values())
+            model.zero_grad(set_to_none=True)
         return {"seconds": seconds, "gradient_bytes": held + payloads}
-
-    def _wrapped(self, name: str, model: nn.Module) -> DistributedDataParallel:
-        replica = DistributedDataParallel(
-            model, bucket_cap_mb=_ONE_BUCKET_MB if name == "powersgd" else _BUCKET_MB, gradient_as_bucket_view=True
-        )
-        if name in _HOOKS:
-            replica.register_comm_hook(None, _HOOKS[name])
-        elif name == "powersgd":
-            replica.register_comm_hook(_power_state(), powerSGD_hook.powerSGD_hook)
-        elif name not in ENGINE:
-            replica.register_comm_hook(None, all_reduce_hook(codec_of(name), algorithm=self._algorithm))
-        return replica
 
     def _average(self, name: str, x: Tensor) -> None:
         """Replace a tensor, or stored gradients, by the mean over all ranks."""
@@ -345,7 +339,10 @@ class GradientsRank:
             dist.all_reduce(low)
             x.copy_(low).div_(dist.get_world_size())
         elif name in ENGINE:
-            bucket = bucket_of(x)
+            # The parts of a `GradBucket` that PyTorch's hooks use, with consecutive square matrices.
+            bucket: Any = SimpleNamespace(
+                buffer=lambda: x, gradients=x.view(-1, MATRIX, MATRIX).unbind, index=lambda: 0, is_last=lambda: True
+            )
             if name == "powersgd":
                 self._power = self._power or _power_state()
                 mean = powerSGD_hook.powerSGD_hook(self._power, bucket).wait()
@@ -362,18 +359,6 @@ class GradientsRank:
             storage.average(group)
         else:
             storage.all_reduce(lambda flat: all_reduce(flat, storage.codec, group, "avg", async_op=True))
-
-
-def _new_group() -> dist.ProcessGroup:
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def bucket_of(flat: Tensor) -> Any:
-    """Imitate the parts of a `GradBucket` that PyTorch's hooks use, with consecutive square matrices."""
-    matrices = list(flat.view(-1, MATRIX, MATRIX))
-    return SimpleNamespace(buffer=lambda: flat, gradients=lambda: matrices, index=lambda: 0, is_last=lambda: True)
 
 
 def sample(numel: int, rank: int) -> Tensor:

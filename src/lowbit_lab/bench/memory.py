@@ -21,7 +21,7 @@ from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import vocabulary
 from lowbit.train.optim import check_torchao
-from lowbit_lab.bench.settings import Device, EachOnce, check_device, megabytes
+from lowbit_lab.bench.settings import AtLeastTwo, Device, EachOnce, check_device, megabytes
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Stacks
 
@@ -62,7 +62,7 @@ class MemoryBenchmark:
     """Micro-batches of a step."""
     bits: Literal[0, 2, 3, 4, 5, 6, 7, 8] = 0
     """Bits of low-bit activations; in low-bit, norms and attention have at least 8. 0: the defaults, 4 for int4."""
-    steps: Annotated[int, Field(ge=2)] = 4
+    steps: AtLeastTwo = 4
     """Training steps. The first is not measured."""
     device: Device = "cpu"
     """cuda: the current GPU."""

@@ -186,29 +186,26 @@ class Runs:
             trainer.order = Order(samples=samples, batch=trainer.config.data.batch, seed=trainer.config.run.seed)
         self._trainers[name], self._steps[name], self._connections[name] = trainer, 0, connections
         if compute:
-            self._devices[name] = Device(trainer, self._recording(trainer.prepared, samples), compute)
+            prepared = trainer.prepared  # contenders that differ in formats share a recording of the same stages
+            fields = (prepared.config.model, prepared.config.data, prepared.layout, prepared.config.run.seed)
+            key = repr((*fields, prepared.config.pipeline.boundary))
+            if key not in self._recordings:
+                self._recordings[key] = Recording(prepared, samples or len(prepared.data.train))
+            self._devices[name] = Device(trainer, self._recordings[key], compute)
 
     def steps(self, name: str, count: int) -> list[dict[str, Any]]:
         """Advance a run; return metrics of each step (`lowbit.train.metrics.StepMetrics`)."""
-        connect_more(self._trainers[name].replicas.pipeline, self._connections[name], timeout=TIMEOUT_SECONDS)
+        trainer = self._trainers[name]
+        connect_more(trainer.replicas.pipeline, self._connections[name], timeout=TIMEOUT_SECONDS)
         dist.barrier()
         start = self._steps[name]
         self._steps[name] += count
-        return [self._step(name, step) for step in range(start, start + count)]
-
-    def _step(self, name: str, step: int) -> dict[str, Any]:
-        trainer = self._trainers[name]
-        if name in self._devices:
-            self._devices[name].ids = trainer.order.ids(step)
-        return dataclasses.asdict(trainer.step(step))
-
-    def _recording(self, prepared: Prepared, samples: int) -> Recording:
-        """Return the recording of a model cut into these stages; contenders that differ in formats share it."""
-        config, samples = prepared.config, samples or len(prepared.data.train)
-        key = f"{config.model} {config.data} {prepared.layout} {config.run.seed} {config.pipeline.boundary}"
-        if key not in self._recordings:
-            self._recordings[key] = Recording(prepared, samples)
-        return self._recordings[key]
+        done = []
+        for step in range(start, start + count):
+            if name in self._devices:
+                self._devices[name].ids = trainer.order.ids(step)
+            done.append(dataclasses.asdict(trainer.step(step)))
+        return done
 
     def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
         """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""
@@ -338,7 +335,7 @@ class Device:
             for parameter in module.parameters():
                 parameter.data = torch.empty(0)
             module.forward = _Stage(self, index, module)
-        trainer.pipeline.schedule._loss_fn = _no_loss
+        trainer.pipeline.schedule._loss_fn = lambda logits, _: _NoLoss.apply(logits)
 
 
 class _Stage:
@@ -385,11 +382,6 @@ class _NoLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
         return torch.zeros(()).expand(ctx.shape)
-
-
-def _no_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    del targets
-    return _NoLoss.apply(logits)  # pyright: ignore[reportReturnType]
 
 
 def curve(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

@@ -11,28 +11,25 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from lowbit.codecs import Codec, parse
 from lowbit.codecs.sessions import Session
-from lowbit.config import ConfigError, Positive, section
+from lowbit.config import Positive, section
 from lowbit.report import Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, count_layers, vocabulary
 from lowbit_lab.bench.codecs import ends_of
-from lowbit_lab.bench.settings import check_plain
+from lowbit_lab.bench.settings import AtLeastTwo, check_plain, check_stages
 from lowbit_lab.bench.training import capture, spread_evenly
 from lowbit_lab.charts import Lines
 
 DIRECTIONS = ("forward", "backward")
 BOUND = "bound"
 BOUND_DECIBELS = range(0, 65, 5)  # points at which rows show the bound
-AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
 @section()
@@ -123,44 +120,26 @@ def rate_at(spectra: Sequence[Tensor], decibels: float) -> float | None:
 
 
 @dataclass
-class _Errors:
-    """Sums of squared errors, and of the squares that they are relative to, over all counted messages."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-    elements: int = 0
-
-    def add(self, x: Tensor, error: Tensor) -> None:
-        self.signal += float(x.square().sum())
-        self.noise += float(error.square().sum())
-        self.elements += x.numel()
-
-    def decibels(self) -> float:
-        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
-
-    def bound(self, spectra: Sequence[Tensor]) -> float | None:
-        """Return the bits per element of the rate-distortion bound at this error."""
-        return rate(spectra, self.noise / self.elements)
-
-
-@dataclass
 class _Trial:
-    """A format at one boundary, in one direction."""
+    """A format at one boundary, in one direction, with sums of squares and of squared errors of counted messages.
+
+    `total` is of the messages, `by_token` of these with each token divided by its own norm.
+    """
 
     name: str
     codec: Codec
     ends: tuple[Session, Session]
-    total: _Errors = field(default_factory=_Errors)
-    by_token: _Errors = field(default_factory=_Errors)
+    total: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    by_token: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def carry(self, x: Tensor, counted: bool) -> None:
         sender, receiver = self.ends
         y = receiver.decode(sender.encode(x))
         if counted:
-            x, error = x.double(), x.double() - y.double()
-            norm = norms(x)
-            self.total.add(x, error)
-            self.by_token.add(x / norm, error / norm)
+            error, norm = x.double() - y.double(), norms(x)
+            for sums, scale in ((self.total, 1.0), (self.by_token, norm)):
+                sums[0] += float((x.double() / scale).square().sum())
+                sums[1] += float((error / scale).square().sum())
 
 
 @dataclass
@@ -173,11 +152,10 @@ class _Boundary:
     token_spectra: list[Tensor] = field(default_factory=list)
     trials: list[_Trial] = field(default_factory=list)
 
-    def begin(self, settings: SpectrumBenchmark, x: Tensor) -> None:
-        codecs = {name: parse(name) for name in settings.codecs}
-        self.trials = [_Trial(name, codec, ends_of(codec, x)) for name, codec in codecs.items()]
-
-    def carry(self, x: Tensor, counted: bool) -> None:
+    def carry(self, settings: SpectrumBenchmark, x: Tensor, counted: bool) -> None:
+        if not self.trials:
+            codecs = {name: parse(name) for name in settings.codecs}
+            self.trials = [_Trial(name, codec, ends_of(codec, x)) for name, codec in codecs.items()]
         if counted:
             self.spectra.append(spectrum(x))
             self.token_spectra.append(spectrum(x.double() / norms(x)))
@@ -185,28 +163,25 @@ class _Boundary:
             trial.carry(x, counted)
 
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
+        about = {"boundary": self.index, "direction": self.direction, "shape": list(shape)}
         for trial in self.trials:
-            yield {
-                "boundary": self.index,
-                "direction": self.direction,
-                "shape": list(shape),
-                "format": trial.name,
-                "codec": str(trial.codec),
-                "bits_per_element": (bits := trial.codec.bits_per_element(shape)),
-                "decibels": trial.total.decibels(),
-                **_compared_with_bound("", bits, trial.total.bound(self.spectra)),
-                "token_decibels": trial.by_token.decibels(),
-                **_compared_with_bound("token_", bits, trial.by_token.bound(self.token_spectra)),
-            }
-        about = {"boundary": self.index, "direction": self.direction, "shape": list(shape), "format": BOUND}
+            bits = trial.codec.bits_per_element(shape)
+            row = {**about, "format": trial.name, "codec": str(trial.codec), "bits_per_element": bits}
+            for prefix, sums, spectra in (
+                ("", trial.total, self.spectra),
+                ("token_", trial.by_token, self.token_spectra),
+            ):
+                signal, noise = sums
+                least = rate(spectra, noise / (len(spectra) * math.prod(shape)))
+                row |= {
+                    f"{prefix}decibels": 10 * math.log10(signal / noise) if noise and signal else math.inf,
+                    f"{prefix}bound": least,
+                    f"{prefix}above": None if least is None else bits - least,
+                }
+            yield row
         for decibels in BOUND_DECIBELS:
             bits = rate_at(self.spectra, decibels)
-            yield {**about, "bits_per_element": bits, "decibels": float(decibels)}
-
-
-def _compared_with_bound(prefix: str, bits: float, least: float | None) -> Row:
-    """Return fields of a row: the bound, and the bits of a format above it."""
-    return {f"{prefix}bound": least, f"{prefix}above": None if least is None else bits - least}
+            yield {**about, "format": BOUND, "bits_per_element": bits, "decibels": float(decibels)}
 
 
 def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
@@ -220,8 +195,7 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
         token's error relative to its own norm. Rows whose format is "bound" are points of the bound.
     """
     config = ModelConfig(pretrained=settings.checkpoint)
-    if settings.stages > (layers := count_layers(config)):
-        raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+    check_stages(settings.stages, count_layers(config))
     data = load_data(
         DataConfig(
             text=(settings.text,), tokenizer=settings.tokenizer or settings.checkpoint, sequence=settings.sequence,
@@ -235,11 +209,10 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     for message, part in enumerate(ids.split(settings.batch)):
         sent = capture(model, *data.train.batch(part), stages=settings.stages)
         tensors = [x for direction in sent for x in direction]
+        counted = message >= settings.messages // 2
         for boundary, x in zip(boundaries, tensors, strict=True):
-            if not message:
-                boundary.begin(settings, x)
-            boundary.carry(x, message >= settings.messages // 2)
-        if message >= settings.messages // 2:
+            boundary.carry(settings, x, counted)
+        if counted:
             yield [row for b, x in zip(boundaries, tensors, strict=True) for row in b.rows(x.shape)]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from lowbit.codecs import Codec, FeatureInt, GroupInt
@@ -25,7 +25,7 @@ from lowbit.tensor_parallel.thresholds import Choice
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, vocabulary
 from lowbit.wire.groups import default_group
-from lowbit_lab.bench.settings import LINK, EachOnce, Links, link_name
+from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, link_name
 from lowbit_lab.bench.sums import Phase, Taken, error_of_sum, take_turns, timed
 from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
 from lowbit_lab.charts import Lines
@@ -46,7 +46,7 @@ class TensorParallelBenchmark:
 
     links: Links = (Link(1000.0), Link(2500.0), Link(10000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
-    ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
+    ranks: Annotated[tuple[AtLeastTwo, ...], EachOnce] = (2, 4)
     """Numbers of ranks, each on its own host."""
     formats: Annotated[tuple[Format, ...], EachOnce] = ("bf16", "int4", "int8", "feature-int4")
     """bf16: PyTorch's all-reduce of bfloat16. int4: a gain for each token times a calibrated range for each feature.
@@ -341,8 +341,10 @@ class TensorParallelRank:
     def prefill(self, name: str) -> dict[str, float]:
         """Run the model on its prompt."""
         with torch.inference_mode():
-            if name == "bf16":
-                installed = _pytorch_sums(self._model)
+            if name == "bf16":  # the model adds up its partial sums by PyTorch's own all-reduce, in its dtype
+                installed = Installed()
+                for module in filter(is_cut_by_input, self._model.modules()):
+                    installed.replace(module, partial(_summed_linear, local(module.get_parameter("weight"))))
             else:
                 installed = low_bit_(self._model, self._sources[name])
             with installed:
@@ -360,22 +362,10 @@ class TensorParallelRank:
         return self._auto[name].choice(x, dist.get_world_size(), self._codecs[name])
 
 
-def _pytorch_sums(model: nn.Module) -> Installed:
-    """Make the model add up its partial sums by PyTorch's own all-reduce, in its dtype."""
-
-    def forward_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            y = functional.linear(x, weight)
-            dist.all_reduce(y)
-            return y
-
-        return forward
-
-    installed = Installed()
-    for module in model.modules():
-        if is_cut_by_input(module):
-            installed.replace(module, forward_of(local(module.get_parameter("weight"))))
-    return installed
+def _summed_linear(weight: Tensor, x: Tensor) -> Tensor:
+    y = functional.linear(x, weight)
+    dist.all_reduce(y)
+    return y
 
 
 if __name__ == "__main__":

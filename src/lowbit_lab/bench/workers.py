@@ -78,7 +78,9 @@ class Workers:
         self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self) -> Workers:
-        port = "29500" if self._network else str(_free_port())
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = "29500" if self._network else str(probe.getsockname()[1])
         try:
             for index in range(self._count):
                 self._start(index, port)
@@ -171,22 +173,12 @@ class Workers:
                 case {"result": result}:
                     return result
         process.wait()
-        raise self._failure(index, self._exit_message(index))
+        self._errors[index].seek(0)
+        lines = self._errors[index].read().strip().splitlines()
+        raise self._failure(index, f"exit status {process.returncode}" + (f", {lines[-1]}" if lines else ""))
 
     def _failure(self, index: int, reason: str) -> ChildProcessError:
         return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
-
-    def _exit_message(self, index: int) -> str:
-        """Return the exit status of a process that has ended, and the last line of its standard error."""
-        self._errors[index].seek(0)
-        lines = self._errors[index].read().strip().splitlines()
-        return f"exit status {self._processes[index].returncode}" + (f", {lines[-1]}" if lines else "")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

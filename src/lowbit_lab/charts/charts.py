@@ -90,14 +90,18 @@ def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -
     with rc_context(theme.settings()):
         headings = [chart.heading(rows) for chart in shown]
         heights = [height for chart, lines in zip(shown, headings, strict=True)
-                   for height in (0.12 + sum(_line_inches(line) for line in lines), chart.inches(rows))]  # fmt: skip
+                   for height in (0.12 + sum(_line_inches(line) for _, line in lines), chart.inches(rows))]  # fmt: skip
         engine = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.05, wspace=0.03, hspace=0.03)
         drawn = Figure(figsize=(WIDTH, sum(heights) + 0.08 or 2.0), dpi=100, layout=engine)
         finishes: list[Finish] = []
         if shown:
             parts = drawn.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
             for i, (chart, lines) in enumerate(zip(shown, headings, strict=True)):
-                _write_heading(parts[2 * i], lines, heights[2 * i], theme)
+                top = heights[2 * i] - 0.08
+                for text, properties in lines:
+                    colour = theme.ink if "weight" in properties else theme.muted
+                    parts[2 * i].text(0.1 / WIDTH, top / heights[2 * i], text, va="top", color=colour, **properties)
+                    top -= _line_inches(properties)
                 finishes += chart.fill(parts[2 * i + 1], rows, Palette(theme))
         drawn.draw_without_rendering()
         drawn.set_layout_engine("none")
@@ -125,15 +129,6 @@ def short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _write_heading(part: SubFigure, lines: Sequence[tuple[str, dict[str, Any]]], inches: float, theme: Theme) -> None:
-    top = inches - 0.08
-    for line in lines:
-        text, properties = line
-        colour = theme.ink if "weight" in properties else theme.muted
-        part.text(0.1 / WIDTH, top / inches, text, va="top", color=colour, **properties)
-        top -= _line_inches(line)
-
-
 def _balanced(text: str, width: int) -> list[str]:
     """Break a text into as few lines as possible, of about the same length."""
     lines = best = textwrap.wrap(text, width, break_on_hyphens=False)
@@ -143,8 +138,8 @@ def _balanced(text: str, width: int) -> list[str]:
     return best
 
 
-def _line_inches(line: tuple[str, dict[str, Any]]) -> float:
-    return line[1]["size"] * 1.42 / 72
+def _line_inches(properties: dict[str, Any]) -> float:
+    return properties["size"] * 1.42 / 72
 
 
 def ink(name: Any, palette: Palette) -> dict[str, str]:
@@ -220,7 +215,10 @@ class Bars(Chart):
                 axes.set_title(title)
                 of = {value_of(row, series): row for row in part}
                 finishes += self._draw(axes, [(name, of.get(name)) for name in bars], palette)
-                self._name_bars(axes, bars, palette, named=not place_)
+                _name_bars(axes, [wrapped(title_of(name)) if not place_ else "" for name in bars])
+                for label, name in zip(axes.get_yticklabels(), bars, strict=True):
+                    strong = palette.stands_out(name)
+                    label.set(weight="bold" if strong else "normal", color=palette.theme.ink, linespacing=0.95)
         figure.supxlabel(self.label, size=TEXT, color=palette.theme.muted)
         return finishes
 
@@ -249,15 +247,6 @@ class Bars(Chart):
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         return [lambda: _label_ends(axes, ends)]
 
-    def _name_bars(self, axes: Axes, names: Sequence[Any], palette: Palette, *, named: bool) -> None:
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set_yticks(range(len(names)), [wrapped(title_of(name)) if named else "" for name in names])
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
-        for label, name in zip(axes.get_yticklabels(), names, strict=True):
-            strong = palette.stands_out(name)
-            label.set(weight="bold" if strong else "normal", color=palette.theme.ink, linespacing=0.95)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks(Chart):
@@ -285,10 +274,7 @@ class Stacks(Chart):
                 edgecolor=palette.theme.surface, linewidth=0.8,
             )  # fmt: skip
             sums = [total + length for total, length in zip(sums, lengths, strict=True)]
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_yticks(range(len(rows)), [title_of(value_of(row, self.group)) for row in rows])
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
+        _name_bars(axes, [title_of(value_of(row, self.group)) for row in rows])
         axes.grid(visible=False, axis="y")
         axes.grid(visible=True, axis="x")
         axes.set_xlabel(self.label)
@@ -296,6 +282,13 @@ class Stacks(Chart):
         texts = [self.show(row) if self.show else short(total) for row, total in zip(rows, sums, strict=True)]
         ends = [(at, total, text, False) for at, (total, text) in enumerate(zip(sums, texts, strict=True))]
         return [lambda: _label_ends(axes, ends)]
+
+
+def _name_bars(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, bool]]) -> None:

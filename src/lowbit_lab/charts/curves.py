@@ -73,7 +73,9 @@ class Lines(Chart):
             ticks = distinct(rows, self.x)
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             axes.minorticks_off()
-        together = _end_together(labels, curves)
+        # Whether all curves end near the right edge, so that their names fit into a column there.
+        ends, first = [label.x for label in labels], min((x for curve in curves for x, _ in curve), default=0)
+        together = bool(ends) and min(ends) >= first + 0.85 * (max(ends) - first)
         if self.note and labels and not together:  # the lines of notes need room below the ends
             low, high = axes.get_ylim()
             axes.set_ylim(low - 0.28 * (high - low), high)
@@ -127,24 +129,9 @@ class Points(Chart):
             axes.errorbar(x, y, [[y - low], [high - y]], color=colour, capsize=3, linewidth=1.2)
             axes.plot(x, y, palette.marker(name), color=colour, markersize=8 if strong else 6)
             names.append(Label(text=wrapped(title_of(name)), x=x, y=y, **ink(name, palette)))
-        self._ticks(axes, [point[1] for point in points], far=far)
-        axes.set(xlabel=self.x_label, ylabel=self.label)
-        axes.grid(visible=True, axis="x")
-
-        def finish() -> None:
-            left, right = axes.get_xlim()
-            bars = [p for _, x, low, _, high in points for p in along(axes, [(x, low), (x, high)])]
-            zero = along(axes, [(left, 0), (right, 0)])
-            own = Label(text=self.zero, x=left, y=0, colour=palette.theme.muted)
-            first = sorted(names, key=lambda label: label.weight)  # bold labels are placed first
-            place(axes, [own, *first] if self.zero else first, avoid=[*bars, *zero], size=SMALL)
-
-        return [finish]
-
-    def _ticks(self, axes: Axes, xs: Sequence[float], *, far: bool) -> None:
-        low, high = min(xs) / 1.28, max(xs) * 1.12
-        axes.set_xlim(low, high)
-        ticks = [tick for tick in self.x_ticks if low <= tick <= high]
+        left, right = min(point[1] for point in points) / 1.28, max(point[1] for point in points) * 1.12
+        axes.set_xlim(left, right)
+        ticks = [tick for tick in self.x_ticks if left <= tick <= right]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         bottom, top = axes.get_ylim()
@@ -154,6 +141,17 @@ class Points(Chart):
             axes.set_yticks(ticks, [f"{y:+g}" if y else "0" for y in ticks])
         else:
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:+.3g}" if abs(y) > 1e-9 else "0")
+        axes.set(xlabel=self.x_label, ylabel=self.label)
+        axes.grid(visible=True, axis="x")
+
+        def finish() -> None:
+            bars = [p for _, x, low, _, high in points for p in along(axes, [(x, low), (x, high)])]
+            zero = along(axes, [(left, 0), (right, 0)])
+            own = Label(text=self.zero, x=left, y=0, colour=palette.theme.muted)
+            first = sorted(names, key=lambda label: label.weight)  # bold labels are placed first
+            place(axes, [own, *first] if self.zero else first, avoid=[*bars, *zero], size=SMALL)
+
+        return [finish]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,14 +183,6 @@ class Heights(Chart):
         axes.set(xlabel=self.x_label, ylabel=self.y_label, yticks=range(len(rows)))
         axes.grid(visible=False)
         return []
-
-
-def _end_together(labels: Sequence[Label], curves: Sequence[Sequence[tuple[float, float]]]) -> bool:
-    """Whether all curves end near the right edge, so that their names fit into a column there."""
-    if not labels:
-        return False
-    first, last = min(x for curve in curves for x, _ in curve), max(label.x for label in labels)
-    return min(label.x for label in labels) >= first + 0.85 * (last - first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,6 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
         own = list[Part]()
         try:
             own += _parts(report, command)
-            own += _charts(report, command)
         except ModuleNotFoundError as error:
             problems.append(f'{prefix}charts need {error.name}: pip install "lowbit[lab]", then lowbit report')
         except Exception as error:  # rows of another version may lack what a table shows
@@ -155,10 +154,7 @@ def _parts(report: Report, command: Command | None) -> Iterator[Part]:
             head = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
             cells = [[column.cell(row) for column in columns] for row in rows]
             yield Part(title=title.replace("\n", " ") or "Results", head=head, rows=cells)
-
-
-def _charts(report: Report, command: Command | None) -> Iterator[Part]:
-    for chart in charts_of(command) if command else ():
+    for chart in charts_of(command):
         if chart.panels(report.rows):
             title = chart.title(chart.selected(report.rows)) if callable(chart.title) else chart.title
             yield Part(title=title or chart.label, picture=_pictures(chart, report.rows))

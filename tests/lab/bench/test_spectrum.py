@@ -83,8 +83,7 @@ def test_a_format_without_error_has_no_bound(tmp_path: Path):
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
     place = spectrum._Boundary(0, "forward")
     settings = SpectrumBenchmark(checkpoint="a", text="b", codecs=("fp32", "int8"))
-    place.begin(settings, x)
-    place.carry(x, True)
+    place.carry(settings, x, True)
     exact, coded = list(place.rows(x.shape))[:2]
     assert exact["decibels"] == math.inf
     assert exact["bound"] is exact["above"] is exact["token_above"] is None
