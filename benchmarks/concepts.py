@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from torch import Tensor
 
 from lowbit.codecs import GroupInt, TAHQuant, backward_codec
 from lowbit.report.results import Report, machine
@@ -187,7 +186,16 @@ def timeline(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=True, axis="x")
     panels[-1].set_xlabel("seconds of one step: 4 micro-batches of 1024 tokens, C = 128, 25 Mbit/s (computed)")
-    _key(figure, theme)
+    from matplotlib.patches import Patch
+
+    forward = theme.others[2]
+    parts = {
+        "forward": forward,
+        "backward": mixed(forward, theme.surface, 0.5),
+        "message, FP32": theme.formats["fp32"],
+        "message, TAHQuant": theme.formats["tah-quant"],
+    }
+    _legend(figure, [Patch(color=colour) for colour in parts.values()], list(parts), columns=4)
 
 
 def _bar(axes: Axes, theme: Theme, span: Interval, message: str) -> None:
@@ -205,19 +213,6 @@ def _bar(axes: Axes, theme: Theme, span: Interval, message: str) -> None:
             middle, LANES.index(span.lane) + 0.03, str(span.micro_batch), color=ink, fontsize=SMALL - 1,
             ha="center", va="center",
         )  # fmt: skip
-
-
-def _key(figure: Figure, theme: Theme) -> None:
-    from matplotlib.patches import Patch
-
-    forward = theme.others[2]
-    parts = {
-        "forward": forward,
-        "backward": mixed(forward, theme.surface, 0.5),
-        "message, FP32": theme.formats["fp32"],
-        "message, TAHQuant": theme.formats["tah-quant"],
-    }
-    _legend(figure, [Patch(color=colour) for colour in parts.values()], list(parts), columns=4)
 
 
 def groups(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
@@ -269,8 +264,9 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         for directions in (16, 32):
             axes.axvline(directions, color=theme.muted, linewidth=0.8, linestyle=":")
             shares = [row["outside"][directions] for row in rows]
+            text = f"{directions}: {100 * min(shares):.2g} to {100 * max(shares):.2g} %"
             axes.annotate(
-                f"{directions}: {_range(shares)}", (directions, max(shares)), (6, 6), textcoords="offset points",
+                text, (directions, max(shares)), (6, 6), textcoords="offset points",
                 fontsize=SMALL, color=theme.ink, va="bottom", bbox=_behind(theme),
             )  # fmt: skip
         axes.set_yscale("log")
@@ -283,10 +279,6 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         axes.set_xlabel("directions, of 256 channels")
     panels[0].set_ylabel("energy outside")
     _legend(figure, *panels[0].get_legend_handles_labels())
-
-
-def _range(shares: Sequence[float]) -> str:
-    return f"{100 * min(shares):.2g} to {100 * max(shares):.2g} %"
 
 
 def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
@@ -418,19 +410,15 @@ def record(checkpoint: str, text: Sequence[str], path: Path) -> None:
     data = load_data(DataConfig(text=tuple(text), tokenizer="bytes", sequence=SEQUENCE, batch=BATCH, held_out_share=0))
     model = build_model(config, vocab=vocabulary(config, data.tokenizer.size), sequence=SEQUENCE, seed=0)
     batch = data.train.batch(spread_evenly(BATCH, len(data.train)))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for direction, tensors in zip(("forward", "backward"), capture(model, *batch, stages=STAGES), strict=True):
-        rows += [_row(boundary, direction, x) for boundary, x in enumerate(tensors)]
+        for boundary, x in enumerate(tensors):
+            shares = [round(share, 7) for share in outside(x)[: KEPT + 1].tolist()]
+            rows.append({"boundary": boundary, "direction": direction, "shape": list(x.shape), "outside": shares})
+            if direction == "forward" and boundary == STAGES // 2 - 1:
+                rows[-1]["token"] = [round(value, 4) for value in x[0, TOKEN].tolist()]
     settings = {"stages": STAGES, "sequence": SEQUENCE, "batch": BATCH}
     Report(command="concepts record", settings=settings, machine=machine(), rows=rows).write_json(path)
-
-
-def _row(boundary: int, direction: str, x: Tensor) -> dict[str, Any]:
-    shares = [round(share, 7) for share in outside(x)[: KEPT + 1].tolist()]
-    row: dict[str, Any] = {"boundary": boundary, "direction": direction, "shape": list(x.shape), "outside": shares}
-    if direction == "forward" and boundary == STAGES // 2 - 1:
-        row["token"] = [round(value, 4) for value in x[0, TOKEN].tolist()]
-    return row
 
 
 def main() -> None:

@@ -126,28 +126,21 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
             log.warning('%s is left out: torchao is missing; install it with: pip install "lowbit[8bit]"', method)
     load_data(settings.data(max(settings.sequences)))  # so that an unreadable text is an error here
     rows = list(earlier)
+    yield rows
     if settings.depths:
-        yield from _by_depth(settings, rows)
+        known = {row.get("layers") for row in rows}
+        if missing := [layers for layers in settings.depths if layers not in known]:
+            with Workers("lowbit_lab.bench.memory_run") as process:
+                process.ask("depths", settings=dataclasses.asdict(settings))
+                for layers in missing:
+                    rows.extend(process.ask("depth", layers=layers)[0])
+                    yield rows
         return
     known = {(row["method"], row["sequence"]) for row in rows}
-    yield rows
     for sequence, method in itertools.product(settings.sequences, methods):
         if (method, sequence) not in known:
             rows.append(_measured(settings, method, sequence))
             rows.sort(key=lambda row: (row["sequence"], METHODS.index(row["method"])))
-            yield rows
-
-
-def _by_depth(settings: MemoryBenchmark, rows: list[Row]) -> Iterator[list[Row]]:
-    """Yield rows of all methods at each depth that earlier rows lack."""
-    known = {row.get("layers") for row in rows}
-    yield rows
-    if not (missing := [layers for layers in settings.depths if layers not in known]):
-        return
-    with Workers("lowbit_lab.bench.memory_run") as process:
-        process.ask("depths", settings=dataclasses.asdict(settings))
-        for layers in missing:
-            rows.extend(process.ask("depth", layers=layers)[0])
             yield rows
 
 

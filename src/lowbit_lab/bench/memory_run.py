@@ -258,9 +258,12 @@ class Depths:
         peaks: dict[str, int] = {}
         for method in DEPTH_METHODS:
             model, more = copy.deepcopy(plain), {}
-            if method == "plan":
-                plan, more = self._plan(layers, peaks["checkpoint"])
-                compress_saved_(model, plan)
+            if method == "plan":  # the fastest within the limit, or else the one with the lowest peak
+                every = predictions(self.costs, layers, max_error=self.settings.max_error)
+                limit = max(int(peaks["checkpoint"] * self.settings.share), min(one.peak for one in every))
+                best = fastest(every, limit)
+                more = {"predicted_bytes": best.peak, "limit_bytes": limit, "choices": described(best.choices)}
+                compress_saved_(model, LayerPlan(stages=(best.choices,)))
             elif "low-bit" in method:
                 compress_saved_(model, policy_of(self.settings.bits))
             if method.startswith("checkpoint"):
@@ -273,7 +276,10 @@ class Depths:
                 "method": method, "sequence": self.sequence, "layers": layers,
                 "activations_peak_bytes": peaks[method], "gradient_error_all": error, **more,
             })  # fmt: skip
-        times = self._times(models)
+        times: dict[str, list[float]] = {method: [] for method in models}
+        for _ in range(self.settings.steps):
+            for method, model in models.items():
+                times[method].append(seconds(self._step(model), self.device))
         for row in rows:
             own = times[row["method"]]
             ratios = [a / b for a, b in zip(own, times["checkpoint"], strict=True)]
@@ -283,21 +289,6 @@ class Depths:
             row["activations_vs_checkpoint"] = row["activations_peak_bytes"] / peaks["checkpoint"]
             row["activations_vs_bf16"] = row["activations_peak_bytes"] / peaks["bf16"]
         return rows
-
-    def _plan(self, layers: int, checkpointing: int) -> tuple[LayerPlan, dict[str, Any]]:
-        """Return the fastest plan below a share of checkpointing's peak, or else the one with the lowest peak."""
-        every = predictions(self.costs, layers, max_error=self.settings.max_error)
-        limit = max(int(checkpointing * self.settings.share), min(one.peak for one in every))
-        best = fastest(every, limit)
-        more = {"predicted_bytes": best.peak, "limit_bytes": limit, "choices": described(best.choices)}
-        return LayerPlan(stages=(best.choices,)), more
-
-    def _times(self, models: dict[str, nn.Module]) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {method: [] for method in models}
-        for _ in range(self.settings.steps):
-            for method, model in models.items():
-                times[method].append(seconds(self._step(model), self.device))
-        return times
 
     def _step(self, model: nn.Module) -> Callable[[], Any]:
         return lambda: self._loss(model).backward()

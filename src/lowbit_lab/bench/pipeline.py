@@ -11,6 +11,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Annotated, Any, Literal
 
@@ -41,6 +42,7 @@ from lowbit_lab.bench.settings import (
     Links,
     Names,
     formats_of,
+    half_range,
     link_name,
     on_slowest_link,
 )
@@ -239,11 +241,6 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
     return [{**row, "bar": row["name"], "split": None, "speedup_best_stock_fp32": None} for row in named]
 
 
-def _spread(row: Row) -> float:
-    """Return half the range from the slowest to the fastest step, as a share of the median."""
-    return (row["tokens_per_second_high"] - row["tokens_per_second_low"]) / 2 / row["tokens_per_second"]
-
-
 def _finding(rows: Sequence[Row]) -> str:
     """State how much faster than FP32 the recommended format, or else the fastest, is on the slowest link."""
     slowest = on_slowest_link(rows, "speedup_fp32")
@@ -285,7 +282,7 @@ COMMAND = Command(
             columns=[
                 *WHERE,
                 Column("tokens/s", "tokens_per_second", "{:,.0f}"),
-                Column("±", _spread, "{:.0%}"),
+                Column("±", partial(half_range, "tokens_per_second"), "{:.0%}"),
                 Column("over\nstock fp32", "speedup_stock_fp32", "{:.2f}x"),
                 Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
                 Column("over best\nstock fp32", "speedup_best_stock_fp32", "{:.2f}x"),

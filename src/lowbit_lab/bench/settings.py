@@ -96,6 +96,11 @@ def on_slowest_link(rows: Sequence[Row], field: str) -> list[Row]:
     return [row for row in rows if row["link"] == slowest]
 
 
+def half_range(name: str, row: Row) -> float:
+    """Return half the range from the lowest to the highest of a row's values, as a share of the median."""
+    return (row[f"{name}_high"] - row[f"{name}_low"]) / 2 / row[name]
+
+
 def megabytes(size: float) -> str:
     """Format bytes in MB, with a decimal below 100 MB."""
     return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.1f}"

@@ -70,8 +70,7 @@ class Workers:
         per_host: int = 1,
     ) -> None:
         self._program, self._count, self._grouped, self._network = program, count, grouped, network
-        self._per_host = per_host
-        self._environment = environment or {}
+        self._per_host, self._environment = per_host, environment or {}
         self._processes: list[subprocess.Popen[str]] = []
         self._errors: list[IO[str]] = []
         self._files = contextlib.ExitStack()
@@ -248,34 +247,34 @@ def serve(make: Callable[[], Any]) -> None:
     threading.Thread(target=_read, args=(orders, busy), daemon=True).start()
     with ExitStack() as stack:
         if "RANK" in os.environ:
-            pin(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            cores, threads = sorted(os.sched_getaffinity(0)), threads_per_rank(ranks)
+            if ranks <= len(cores):  # each has its share of the machine's cores
+                os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
+            torch.set_num_threads(threads)
             stack.enter_context(joined(TIMEOUT_SECONDS))
         elif torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOWBIT_WORKER"]) % torch.cuda.device_count())
         worker = make()
         while line := orders.get():
             method, arguments = json.loads(line)
-            answer = follow(worker, method, arguments)
+            answer = _follow(worker, method, arguments)
             busy.clear()
             _write(answer)
 
 
-def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run an order and return {"result": ...} or {"error": one line}; an error makes the benchmark end this process."""
     try:
-        order = use_congestion_control if method == CONGESTION else getattr(worker, method)
+        order = _use_congestion_control if method == CONGESTION else getattr(worker, method)
         return {"result": order(**arguments)}
     except Exception as error:
         traceback.print_exc()
         return {"error": first_line(error)}
 
 
-def use_congestion_control(name: str) -> None:
-    """Change that of all connections to other hosts.
-
-    Raises:
-        RuntimeError: the kernel does not permit it.
-    """
+def _use_congestion_control(name: str) -> None:
+    """Change that of all connections to other hosts."""
     set_congestion_control(name)
     if (used := congestion_control()) not in ("", name):
         raise RuntimeError(f"congestion control is {used!r}, and the kernel does not permit {name!r}")
@@ -285,15 +284,6 @@ def report_progress(value: Any) -> None:
     """Report progress to the benchmark."""
     if _answers is not None:
         _write({"progress": value})
-
-
-def pin(rank: int, ranks: int) -> None:
-    """Pin this rank to its share of the machine's cores, if there are enough of them."""
-    cores = sorted(os.sched_getaffinity(0))
-    threads = threads_per_rank(ranks)
-    if ranks <= len(cores):
-        os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
-    torch.set_num_threads(threads)
 
 
 def _read(orders: queue.SimpleQueue[str], busy: threading.Event) -> None:
@@ -318,10 +308,9 @@ def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Advance]:
 
     Its arguments: the name, the line, and the number of steps if not 1.
     """
-    yield from _bars(steps, console) if console.is_terminal else _lines(steps, console)
-
-
-def _bars(steps: Mapping[str, int], console: Console) -> Iterator[Advance]:
+    if not console.is_terminal:
+        yield from _lines(steps, console)
+        return
     wide = [BarColumn(10), TimeElapsedColumn()] if console.width >= _WIDE else []
     columns = (
         TextColumn("{task.fields[name]}", markup=False), MofNCompleteColumn(), *wide, TimeRemainingColumn(compact=True),
@@ -338,13 +327,12 @@ def _bars(steps: Mapping[str, int], console: Console) -> Iterator[Advance]:
         yield step
 
 
-def _lines(steps: Mapping[str, int], console: Console) -> Iterator[Advance]:
-    done, total = dict.fromkeys(steps, 0), steps
-    rhythms: dict[str, Rhythm] = {}
+def _lines(total: Mapping[str, int], console: Console) -> Iterator[Advance]:
+    done, rhythms = dict.fromkeys(total, 0), {name: Rhythm(steps) for name, steps in total.items()}
 
     def step(name: str, line: str, steps: int = 1) -> None:
         done[name] += steps
-        if rhythms.setdefault(name, Rhythm(total[name])).due(done[name]):
+        if rhythms[name].due(done[name]):
             console.print(f"{name}  {done[name]}/{total[name]}  {line}", markup=False, highlight=False, soft_wrap=True)
 
     yield step

@@ -28,13 +28,10 @@ def report():
         return run(COMMAND, settings)
 
 
-def test_there_is_a_row_for_everything(report):
+def test_there_is_a_row_for_everything_with_bits_and_errors_of_the_codec(report):
     found = [(r["data"], r["dtype"], r["codec"], r["threads"]) for r in report.rows]
     assert found == list(itertools.product(("student-t", "real"), ("float32", "bfloat16"), NAMES, (1,)))
     assert report.command == "bench codecs"
-
-
-def test_bits_and_errors_are_those_of_the_codec(report):
     x = drawn("student-t", (1, 32, 128)).bfloat16()
     row = next(r for r in report.rows if (r["codec"], r["dtype"]) == ("int4", "bfloat16"))
     with kernels.backend("reference"):
@@ -47,7 +44,7 @@ def test_bits_and_errors_are_those_of_the_codec(report):
     assert real["relative_error"] != report.rows[0]["relative_error"]
 
 
-def test_speeds_stand_beside_a_copy_and_eager_pytorch(report):
+def test_speeds_stand_beside_a_copy_and_eager_pytorch_and_are_shown(report, tmp_path: Path):
     for row in report.rows:
         fields = ("encode_gb_s", "decode_gb_s", "copy_gb_s", "encode_share_of_copy", "checksum_gb_s", "checksum_share")
         assert all(field in row for field in fields)
@@ -55,6 +52,9 @@ def test_speeds_stand_beside_a_copy_and_eager_pytorch(report):
         assert ("reference_encode_gb_s" in row) == eager
         assert ("share_of_layer" in row) == eager
         assert all(value > 0 for name, value in row.items() if name.endswith("gb_s"))
+    text = shown(COMMAND, report.rows, tmp_path, width=120)
+    assert "tah-quant" in text
+    assert "student-t" in text
 
 
 def test_a_codec_with_memory_is_shown_by_its_first_message(report):
@@ -87,12 +87,6 @@ def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pyt
     assert (row["layer_seconds"], row["share_of_layer"]) == (100, 0.05)
     assert row["checksum_share"] == 0.1  # at both ends
     assert row["checksum_gb_s"] == 4 * GroupInt().nbytes((1, 32, 128)) / 1e9  # of the payload
-
-
-def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
-    text = shown(COMMAND, report.rows, tmp_path, width=120)
-    assert "tah-quant" in text
-    assert "student-t" in text
 
 
 TINY = ModelConfig(dim=32, layers=3, heads=2)

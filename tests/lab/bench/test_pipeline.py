@@ -56,8 +56,7 @@ def by_boundary(report: Report, rate: float | None = None) -> dict[str, Any]:
 def test_every_boundary_travels_in_its_bits(report: Report):
     rows = by_boundary(report)
     assert list(rows) == list(TINY.boundaries)
-    message = (BATCH // TINY.pipeline.microbatches, SEQUENCE, DIM)
-    more = 8 * CHECKSUM_BYTES / math.prod(message)
+    more = 8 * CHECKSUM_BYTES / math.prod(MESSAGE)
     for name, bits in (("stock-fp32", 32), ("fp32", 32 + more), ("stock-bf16", 16)):
         assert (rows[name]["bits_forward"], rows[name]["bits_backward"]) == (bits, bits)
         coordination = rows[name]["bytes_per_step"] - BYTES_FP32 * bits / 32
@@ -66,7 +65,7 @@ def test_every_boundary_travels_in_its_bits(report: Report):
     assert rows["tah-quant"]["bits_backward"] == pytest.approx(6.5, abs=0.1)
     for way, codec in zip(("forward", "backward"), parse_pair(TRANSFORM), strict=True):
         assert rows[TRANSFORM][way] == repr(codec)
-        assert rows[TRANSFORM][f"bits_{way}"] == codec.bits_per_element(message) + more
+        assert rows[TRANSFORM][f"bits_{way}"] == codec.bits_per_element(MESSAGE) + more
     assert rows["stock-fp32"]["forward"] is None
     assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
 
@@ -148,8 +147,7 @@ def test_stages_that_wait_send_what_the_model_would():
     for row in rows.values():
         assert row["compute_seconds"] >= passes * 3 * compute.seconds
         assert row["loss"] is None
-    message = (BATCH // TINY.pipeline.microbatches, SEQUENCE, DIM)
-    assert rows["transform"]["bits_forward"] == pytest.approx(TransformQuant().bits_per_element(message), abs=0.1)
+    assert rows["transform"]["bits_forward"] == pytest.approx(TransformQuant().bits_per_element(MESSAGE), abs=0.1)
     assert rows["stock-fp32"]["bytes_per_step"] >= BYTES_FP32
     assert rows["transform"]["codec_mbit"] > 0
     assert rows["stock-fp32"]["codec_mbit"] is None
