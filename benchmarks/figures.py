@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,6 @@ from lowbit_lab.charts.style import THEMES
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
-
-SUMMARY = "Draw the figures of the documentation again, from the recorded rows."
 
 
 @section()
@@ -49,14 +47,14 @@ class Picture:
 class Figures:
     """`python -m benchmarks figures`."""
 
-    summary = SUMMARY
+    summary = "Draw the figures of the documentation again, from the recorded rows."
     examples = ("python -m benchmarks figures",)
 
     def parser(self, program: str) -> Parser:
         """Return the parser of its command line."""
         from lowbit.cli.parser import Parser
 
-        return Parser(program, SUMMARY, FiguresSettings)
+        return Parser(program, self.summary, FiguresSettings)
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Draw all figures."""
@@ -85,18 +83,9 @@ def picture(file: Path) -> Picture:
 
 
 def command_of(name: str) -> Command:
-    """Return the declaration of "bench NAME" or "benchmarks NAME"."""
-    program, _, word = name.partition(" ")
+    """Return the declaration of "bench NAME" or "benchmarks NAME", whatever follows."""
+    program, word = name.split()[:2]
     return measurements("benchmarks" if program == "benchmarks" else "lowbit_lab.bench")[word].command
-
-
-def _gradients(row: Row) -> bool:
-    formats = ("engine-fp32", "engine-bf16", "fp8", "int8", "int4")
-    return row["link"] in ("100mbit", "1gbit") and row["format"] in formats
-
-
-def _tensor_parallel(row: Row) -> bool:
-    return row["algorithm"] == "auto" or (row["algorithm"] == "ring" and row["link"] == "1gbit")
 
 
 README = "readme"
@@ -115,5 +104,10 @@ BY_LINK: Mapping[str, Any] = {
     "subtitle": "All-reduce of partial sums of 4096 features by message size; small sums are PyTorch's own.",
 }
 """Changes of the chart of `bench tensor-parallel`: what `auto` gains, by link."""
-SHOWN = {"gradients": _gradients, "tensor-parallel": _tensor_parallel}
+SHOWN: Mapping[str, Callable[[Row], bool]] = {
+    "gradients": lambda row: (
+        row["link"] in ("100mbit", "1gbit") and row["format"] in ("engine-fp32", "engine-bf16", "fp8", "int8", "int4")
+    ),
+    "tensor-parallel": lambda row: row["algorithm"] == "auto" or (row["algorithm"], row["link"]) == ("ring", "1gbit"),
+}
 """Functions that select the rows of a file for its figure, if all of them would be too many."""

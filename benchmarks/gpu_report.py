@@ -6,7 +6,6 @@ says which steps failed; the others still run. Rows are kept as JSON in runs/gpu
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-import lowbit_lab.bench
+from benchmarks.figures import command_of
 from benchmarks.which_model import replaced
 from lowbit.config import ConfigError
 from lowbit.report import Command, Row, machine
@@ -58,11 +57,6 @@ def measured(title: str, words: str, folder: Path) -> str:
     tables = "" if done.returncode else "\n\n".join(markdown(command_of(words), json.loads(file.read_text())["rows"]))
     last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
     return f"### {title}\n\n{tables or f'**Failed**: {last[0]}'}\n\n```console\n{line}\n```"
-
-
-def command_of(words: str) -> Command:
-    """Return the declaration of the command that these words begin with."""
-    return importlib.import_module(lowbit_lab.bench.COMMANDS[words.split()[1]]).COMMAND
 
 
 def markdown(command: Command, rows: Sequence[Row]) -> list[str]:

@@ -23,14 +23,14 @@ from typing import Any, Literal
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
-from lowbit_lab.bench.curves import reached
-from lowbit_lab.bench.recipes import (
+from lowbit_lab.bench.runs import (
     MANY_STAGES,
     PROGRAM,
     THIN_MODEL,
     as_mapping,
     check_recipes,
     check_samples,
+    reached,
     recipe,
     step,
 )
@@ -200,11 +200,6 @@ def rows_of(racers: Sequence[Racer], link: Mapping[str, Any]) -> list[dict[str, 
     return reached(rows) if rows else []
 
 
-def in_minutes(row: Row) -> list[tuple[float, float]]:
-    """Return the curve with its times in minutes."""
-    return [(seconds / 60, loss) for seconds, loss in row["curve"]]
-
-
 def _end(row: Row) -> str:
     speed = f"{row['tokens_per_second']:,.0f} tokens/s"
     return f"loss {row['curve'][-1][1]:.2f}, {row['seconds'] / 60:.1f} min\n{speed}"
@@ -255,7 +250,8 @@ COMMAND = Command(
     ],
     charts=[
         Lines(
-            title=_finding, panel=link_name, series="boundary", curve=in_minutes, x_label="minutes of training",
+            title=_finding, panel=link_name, series="boundary", x_label="minutes of training",
+            curve=lambda row: [(seconds / 60, loss) for seconds, loss in row["curve"]],
             label="held-out loss, nats per token", note=_end, height=3.6,
             subtitle="Same model, data and steps on two ranks; only the format between the pipeline stages differs.",
         )

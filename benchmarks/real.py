@@ -26,7 +26,7 @@ from lowbit.pipeline import emulate_
 from lowbit.report import Column, Command, Row, Table
 from lowbit.train.data import files_named, library_files
 from lowbit.train.pretrained import check_files
-from lowbit_lab.bench.settings import Names, formats_of
+from lowbit_lab.bench.settings import AtLeastTwo, Names, check_stages, formats_of
 from lowbit_lab.bench.training import boundary_modules
 from lowbit_lab.charts.style import row_name
 
@@ -51,7 +51,7 @@ class RealBenchmark:
     """Folders of causal language models in Hugging Face format, such as those of `make real-models`."""
     boundaries: Names = ("int8 / int8", "int4 / int4", "tah-quant-published", "tah-quant", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
-    stages: Annotated[int, Field(ge=2)] = 4
+    stages: AtLeastTwo = 4
     """Stages of the pipeline, with as many layers each as possible."""
     kinds: tuple[Kind, ...] = ("text",)
     """text: windows of `text`; code: of Python's standard library; chat: pieces of `text` as the answers of a chat, by
@@ -62,7 +62,7 @@ class RealBenchmark:
     """Files to warm up on. If omitted, and always for code, the windows of `text` that follow those to evaluate on."""
     tokens: Annotated[int, Field(ge=16)] = 512
     """Tokens of a window."""
-    windows: Annotated[int, Field(ge=2)] = 8
+    windows: AtLeastTwo = 8
     """Windows to evaluate on."""
     warm: Positive = 8
     """Windows that are sent before "warm"."""
@@ -100,9 +100,7 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         exact, coded = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local) for _ in range(2))
         tokenizer = AutoTokenizer.from_pretrained(folder, **local)
-        layers = coded.config.num_hidden_layers
-        if settings.stages > layers:
-            raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+        check_stages(settings.stages, coded.config.num_hidden_layers)
         places = boundary_modules(coded, settings.stages)
         for kind in settings.kinds:
             reading = Reading(tokenizer, kind, settings)

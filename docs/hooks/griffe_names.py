@@ -35,7 +35,7 @@ class PublicNames(Extension):
         for module in _modules(pkg):
             public |= {f"{module.path}.{name}" for name in module.exports or ()}
             for name in map(str, module.exports or ()):
-                # `lowbit_lab.network.goodput` is a function for whoever imports it, and a module for griffe.
+                # `lowbit.config.section` is a function for whoever imports it, and a module for griffe.
                 if isinstance(module.members.get(name), Module) and name in module.imports:
                     function = loader.modules_collection[module.imports[name]]
                     function.aliases[f"{module.path}.{name}"] = Alias(name, function, parent=module)

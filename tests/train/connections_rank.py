@@ -13,7 +13,7 @@ from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
-from lowbit_lab.bench.worker import report_progress, serve
+from lowbit_lab.bench.workers import report_progress, serve
 
 
 class Runs:

@@ -11,10 +11,9 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from lowbit.codecs import Codec, parse, parse_pair
@@ -27,13 +26,12 @@ from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import Windows
 from lowbit.train.model import count_layers, hidden_size
 from lowbit.train.single_process import Loss, PlainGradients, train_single_process
-from lowbit_lab.bench.codec_speed import ends_of
-from lowbit_lab.bench.settings import Device, Names, check_device, check_plain, check_shape
+from lowbit_lab.bench.codecs import ends_of
+from lowbit_lab.bench.settings import AtLeastTwo, Device, Names, check_device, check_plain, check_shape, check_stages
 from lowbit_lab.bench.training import TrainingRecipe, boundary_modules, prepare, spread_evenly, traffic_between
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import row_name
 
-AtLeastTwo = Annotated[int, Field(ge=2)]
 EXTREMES: dict[str, Callable[[list[float]], float]] = {"lowest": min, "highest": max}
 WAYS = ("forward", "backward")
 Batch = tuple[Tensor, Tensor]
@@ -102,8 +100,7 @@ def measure(settings: AssumptionsBenchmark, earlier: Sequence[Row]) -> Iterator[
         over the first T coded steps) and `slope` (of its logarithms).
     """
     check_device(settings.device)
-    if settings.stages > (layers := count_layers(settings.model)):
-        raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+    check_stages(settings.stages, count_layers(settings.model))
     rows = list(earlier)
     known = [(row["boundary"], row["seed"]) for row in rows]
     yield rows
@@ -260,12 +257,11 @@ class Observed(PlainGradients):
         }  # fmt: skip
         self.alignment: list[dict[str, float]] = []
         self.norms: list[tuple[int, float]] = []
-        leaving = [m.register_forward_hook(self._hook(i, self._leaves)) for i, m in enumerate(self._modules)]
+        self._handles = [m.register_forward_hook(self._hook(i, arrives=False)) for i, m in enumerate(self._modules)]
         self._emulation = emulate_(
             model, at=at, forward=codecs[0], backward=codecs[1], warmup_steps=warmup_steps, in_evaluation=False
         )
-        arriving = [m.register_forward_hook(self._hook(i, self._arrives)) for i, m in enumerate(self._modules)]
-        self._handles = [*leaving, *arriving]
+        self._handles += [m.register_forward_hook(self._hook(i, arrives=True)) for i, m in enumerate(self._modules)]
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
         """See `Gradients`. Measures every message after the warm-up, and compares gradients every `every` steps."""
@@ -293,8 +289,8 @@ class Observed(PlainGradients):
     def close(self) -> None:
         """Remove codecs and hooks from the model."""
         self._emulation.remove()
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _exact(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
         """Compute the gradient without codecs, with the same dropout as in the computation that follows."""
@@ -315,22 +311,19 @@ class Observed(PlainGradients):
         parts = (p.grad for p in self.model.parameters() if p.grad is not None)
         return torch.cat([part.detach().double().flatten() for part in parts])
 
-    def _hook(self, boundary: int, what: Callable[[int, Tensor], None]) -> Callable[..., None]:
+    def _hook(self, boundary: int, *, arrives: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if module.training and self._steps >= self._warmup_steps:
-                what(boundary, output if isinstance(output, Tensor) else output[0])
+            if not module.training or self._steps < self._warmup_steps:
+                return
+            x = output if isinstance(output, Tensor) else output[0]
+            if arrives:  # count the activation, and note its gradient when that leaves
+                self._count("forward", boundary, x)
+                x.register_hook(lambda gradient: self._sent.update({boundary: gradient}))
+            else:  # note the activation, and count its gradient when that arrives
+                self._sent[boundary] = x.detach()
+                x.register_hook(lambda gradient: self._count("backward", boundary, gradient))
 
         return hook
-
-    def _leaves(self, boundary: int, x: Tensor) -> None:
-        """Note an activation that leaves here, and count its gradient when that arrives."""
-        self._sent[boundary] = x.detach()
-        x.register_hook(lambda gradient: self._count("backward", boundary, gradient))
-
-    def _arrives(self, boundary: int, y: Tensor) -> None:
-        """Count an activation that arrives here, and note its gradient when that leaves."""
-        self._count("forward", boundary, y)
-        y.register_hook(lambda gradient: self._sent.update({boundary: gradient}))
 
     def _count(self, way: str, boundary: int, arrived: Tensor) -> None:
         with torch.no_grad(), torch.autocast(arrived.device.type, enabled=False):
@@ -386,15 +379,9 @@ def summarized(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _directions(rows: Sequence[Row]) -> list[Row]:
-    """A row for each boundary format and direction."""
-    names = ("bits", "error", "bias", "constant")
+    """Return a row for each boundary format and direction."""
     return [
-        {
-            "name": row["name"],
-            "direction": way,
-            **{name: row[f"{name}_{way}"] for name in names},
-            "highest": row[f"error_{way}_highest"],
-        }
+        {"direction": way} | {name.replace(f"_{way}", ""): value for name, value in row.items()}
         for row in summarized(rows)
         for way in WAYS
     ]
@@ -430,7 +417,7 @@ COMMAND = Command(
                 Column("direction", "direction"),
                 Column("bits", "bits", "{:.2f}"),
                 Column("error,\nmean", "error", "{:.2g}"),
-                Column("error,\nhighest", "highest", "{:.2g}"),
+                Column("error,\nhighest", "error_highest", "{:.2g}"),
                 Column("same for\na tensor", "bias", "{:.0%}"),
                 Column("same for\nall tokens", "constant", "{:z.2%}"),
             ],

@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import operator
 import statistics
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
-
-from pydantic import Field
 
 from lowbit.codecs import parse
 from lowbit.codecs.names import pair_name
@@ -31,10 +30,9 @@ from lowbit.terminal import console
 from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
 from lowbit.train.data import library_files, load_data
 from lowbit.train.model import check_lora, hidden_size, vocabulary
-from lowbit_lab.bench.progress import step_bars
-from lowbit_lab.bench.settings import Device, EachOnce, check_device, check_shape
+from lowbit_lab.bench.settings import AtLeastTwo, Device, EachOnce, check_device, check_shape
 from lowbit_lab.bench.training import RANKS, TrainingRecipe, formats_in
-from lowbit_lab.bench.workers import Workers
+from lowbit_lab.bench.workers import Workers, step_bars
 from lowbit_lab.charts import Points
 from lowbit_lab.charts.style import family, recommended, row_name, title_of
 
@@ -91,7 +89,7 @@ class ConvergenceBenchmark:
     """cuda: runs at the same time share the GPUs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Data type of matrix products."""
-    stages: Annotated[int, Field(ge=2)] = 8
+    stages: AtLeastTwo = 8
     """Stages of the emulated pipeline. It has one boundary fewer."""
     steps: Positive = 400
     """Steps from scratch."""
@@ -193,10 +191,18 @@ def measure(settings: ConvergenceBenchmark, earlier: Sequence[Row]) -> Iterator[
         evaluated through the codecs) and the fields of `lowbit_lab.bench.training.train`.
     """
     check_device(settings.device)
-    _check_formats(settings, earlier)
-    rows = list(earlier)
-    known = [{name: row[name] for name in COMMAND.key} for row in rows]
-    runs = [one for one in planned(settings) if {name: one[name] for name in COMMAND.key} not in known]
+    for row in earlier:
+        if row["boundary"] in settings.boundaries:
+            formats = formats_in(row["boundary"], settings.backward)
+            for way, codec in {"forward": formats.forward, "backward": formats.backward}.items():
+                if parse(row[way]) != codec:
+                    raise ConfigError(
+                        f"the JSON file holds rows of {row['boundary']} with {row[way]} {way}; this call has {codec}: "
+                        "name another file"
+                    )
+    rows, key = list(earlier), operator.itemgetter(*COMMAND.key)
+    known = set(map(key, rows))
+    runs = [one for one in planned(settings) if key(one) not in known]
     recipes = {regime: recipe(settings, regime) for regime in {one["regime"] for one in runs}}
     for needed in recipes.values():  # so that an unusable text or vocabulary is an error here, not in a worker
         vocabulary(needed.model, load_data(needed.data).tokenizer.size)
@@ -222,18 +228,6 @@ def planned(settings: ConvergenceBenchmark) -> list[dict[str, Any]]:
         if regime == "finetune" or boundary not in keyed
         for seed in settings.seeds
     ]
-
-
-def _check_formats(settings: ConvergenceBenchmark, rows: Sequence[Row]) -> None:
-    for row in rows:
-        if row["boundary"] in settings.boundaries:
-            formats = formats_in(row["boundary"], settings.backward)
-            for way, codec in {"forward": formats.forward, "backward": formats.backward}.items():
-                if parse(row[way]) != codec:
-                    raise ConfigError(
-                        f"the JSON file holds rows of {row['boundary']} with {row[way]} {way}; this call has {codec}: "
-                        "name another file"
-                    )
 
 
 def train_all(
@@ -263,27 +257,16 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
         groups.setdefault((row["regime"], row["boundary"]), []).append(row)
     result = []
     for (regime, boundary), group in groups.items():
-        over, through = (
-            [row[name] for row in group if row.get(name) is not None] for name in ("over_fp32", "over_fp32_codecs")
-        )
-        bits = {name: statistics.fmean(row[name] for row in group) for name in ("bits_forward", "bits_backward")}
-        result.append(
-            {
-                "regime": regime,
-                "boundary": pair_name(boundary),
-                "seeds": len(group),
-                "loss": statistics.fmean(row["loss"] for row in group),
-                "over_fp32": statistics.fmean(over) if over else None,
-                "over_fp32_spread": statistics.stdev(over) if len(over) > 1 else None,
-                "over_fp32_codecs": statistics.fmean(through) if through else None,
-                "over_fp32_codecs_spread": statistics.stdev(through) if len(through) > 1 else None,
-                "lowest": min(over, default=None),
-                "highest": max(over, default=None),
-                **bits,
-                "bits_total": sum(bits.values()),
-                "state_mb": statistics.fmean(row["state_bytes"] for row in group) / 1e6,
-            }
-        )
+        names = ("loss", "bits_forward", "bits_backward", "state_bytes")
+        row = {"regime": regime, "boundary": pair_name(boundary), "seeds": len(group)}
+        row |= {name: statistics.fmean(each[name] for each in group) for name in names}
+        for name in ("over_fp32_codecs", "over_fp32"):
+            over = [each[name] for each in group if each.get(name) is not None]
+            row[name] = statistics.fmean(over) if over else None
+            row[f"{name}_spread"] = statistics.stdev(over) if len(over) > 1 else None
+        row |= {"lowest": min(over, default=None), "highest": max(over, default=None)}
+        row["bits_total"] = row["bits_forward"] + row["bits_backward"]
+        result.append(row)
     return result
 
 
@@ -335,7 +318,7 @@ COMMAND = Command(
                 Column("with\ncodecs", "over_fp32_codecs", "{:+.4f}"),
                 Column("±", "over_fp32_codecs_spread", "{:.4f}"),
                 Column("seeds", "seeds"),
-                Column("state\nMB", "state_mb", "{:.1f}"),
+                Column("state\nMB", lambda row: row["state_bytes"] / 1e6, "{:.1f}"),
             ],
         )
     ],

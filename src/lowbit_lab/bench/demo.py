@@ -25,13 +25,11 @@ from lowbit.train.folder import RunFolder
 from lowbit.train.folder import check_output as check_run_output
 from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.train.pretrained import load
-from lowbit_lab.bench.curves import curve, seconds_until
 from lowbit_lab.bench.pipeline import PipelineBenchmark
-from lowbit_lab.bench.progress import step_bars
-from lowbit_lab.bench.recipes import PROGRAM, as_mapping
-from lowbit_lab.bench.recipes import recipe as recipe_of
+from lowbit_lab.bench.runs import PROGRAM, as_mapping, curve, seconds_until
+from lowbit_lab.bench.runs import recipe as recipe_of
 from lowbit_lab.bench.settings import LINK, link_name
-from lowbit_lab.bench.workers import UNLIMITED, set_link, started
+from lowbit_lab.bench.workers import UNLIMITED, set_link, started, step_bars
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.charts import draw
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
@@ -71,12 +69,9 @@ TABLE = Table(
 
 def summed_up(rows: Sequence[Row]) -> str:
     """Say in one sentence how much faster than the first run of each link the last one is."""
-    faster = [f"{row['speedup_stock_fp32']:.1f} times as fast over {link_name(row)}" for row in _last_runs(rows)]
+    last = [row for row in rows if row["boundary"] == AUTO]
+    faster = [f"{row['speedup_stock_fp32']:.1f} times as fast over {link_name(row)}" for row in last]
     return f"lowbit trains {' and '.join(faster)}"
-
-
-def _last_runs(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["boundary"] == "auto"]
 
 
 CHARTS = (
@@ -209,7 +204,9 @@ def outcome(folder: Path) -> dict[str, Any]:
 def findings(rows: Sequence[Row]) -> list[str]:
     """Describe what lowbit gains on each link, what of it its stage gains alone, and what auto chose."""
     lines = [f"{summed_up(rows)} as PyTorch's stage in FP32."]
-    for row in _last_runs(rows):
+    for row in rows:
+        if row["boundary"] != AUTO:
+            continue
         stock, full = (one for one in rows if one["link"] == row["link"] and one is not row)
         sooner = seconds_until(row["curve"], stock["curve"][-1][1])
         when = f"; the loss at which PyTorch's stage ends is reached after {sooner:.0f} s" if sooner else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from lowbit.codecs import Codec, parse
@@ -17,7 +18,7 @@ from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.tensor_parallel.reduce import check_codec
 from lowbit.train.config import DataConfig
 from lowbit.train.pretrained import check_files, transformers_config
-from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name, on_slowest_link
+from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, half_range, link_name, on_slowest_link
 from lowbit_lab.bench.sums import Phase, Taken, take_turns
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Bars
@@ -206,11 +207,6 @@ def _summary(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
 
 
-def _half_range(name: str, row: Row) -> float:
-    """Return half the range from the fastest to the slowest turn, as a share of the median."""
-    return (row[f"{name}_high"] - row[f"{name}_low"]) / 2 / row[name]
-
-
 def _bar(row: Row) -> str:
     name = f"{title_of(row['format'])}, chunks of {row['chunk']}" if row["chunk"] else title_of(row["format"])
     name += f", {row['batch']} prompts" if row["batch"] > 1 else ""
@@ -259,10 +255,10 @@ COMMAND = Command(
                 Column("format", "format", row_name),
                 Column("chunk", lambda row: row["chunk"] or None),
                 Column("prefill\nms", "prefill_ms", "{:,.0f}"),
-                Column("±", lambda row: _half_range("prefill_ms", row), "{:.0%}"),
+                Column("±", partial(half_range, "prefill_ms"), "{:.0%}"),
                 Column("over\nown", "prefill_speedup", "{:.2f}x"),
                 Column("ms a\ntoken", "decode_ms", "{:.1f}"),
-                Column("± ", lambda row: _half_range("decode_ms", row), "{:.0%}"),
+                Column("± ", partial(half_range, "decode_ms"), "{:.0%}"),
                 Column("over\nown ", "decode_speedup", "{:.2f}x"),
                 Column("bits", "bits_prefill", "{:.2f}"),
             ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,27 +24,13 @@ from lowbit.train.data import Windows, load_data
 from lowbit.train.pretrained import load
 from lowbit_lab.bench.generation import GAINS, OWN, codec_of
 from lowbit_lab.bench.sums import sent_bytes
-from lowbit_lab.bench.worker import TIMEOUT_SECONDS, serve
+from lowbit_lab.bench.workers import TIMEOUT_SECONDS, serve
 
 Key = tuple[str, str]
 """Layout and format."""
 
 _HEAD = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-class Clock:
-    """A streamer for `generate` that records when tokens come; the first call has the prompt."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        """Note the time."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Do nothing: the last token is already recorded."""
 
 
 class GenerationRank:
@@ -97,8 +84,10 @@ class GenerationRank:
 
     def generate(self, layout: str, name: str, chunk: int, batch: int, tokens: int) -> dict[str, Any]:
         """Generate once; return seconds to the first and of each further token, bits of coded values, bytes sent."""
-        key, clock = (layout, name), Clock()
+        key = layout, name
         counts: list[tuple[int, int]] = []
+        times: list[float] = []  # of the tokens; the first call has the prompt
+        streamer = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
 
         def count(*_: Any) -> bool:
             counts.append(self._counted(key))
@@ -107,12 +96,11 @@ class GenerationRank:
         dist.barrier()
         count()
         before, start = sent_bytes(), time.perf_counter()
-        self._continued(key, self._prompt[:batch], tokens, chunk, streamer=clock, stopping_criteria=[count])
+        self._continued(key, self._prompt[:batch], tokens, chunk, streamer=streamer, stopping_criteria=[count])
         sent = sent_bytes() - before
         dist.barrier()
-        first, last = clock.times[1], clock.times[-1]
-        dtype = next(self._models[key].parameters()).dtype
-        own = 8.0 * dtype.itemsize
+        first, last = times[1], times[-1]
+        own = 8.0 * next(self._models[key].parameters()).dtype.itemsize
         bits = [_bits(*pair) or own for pair in ((counts[0], counts[1]), (counts[1], counts[-1]))]
         return {
             "prefill": first - start, "decode": (last - first) / (tokens - 1), "sent": sent,

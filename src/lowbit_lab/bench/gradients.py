@@ -5,19 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.codecs import Codec, parse
+from lowbit.collectives import all_reduce
+from lowbit.collectives.calls import payload_bytes, queue_of
 from lowbit.collectives.reduce import check_summable
 from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.gradients import GradientStorage, all_reduce_hook
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig
-from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name, on_slowest_link
-from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, take_turns
-from lowbit_lab.bench.workers import UNLIMITED, Workers
+from lowbit.train.model import build_model, next_token_loss, vocabulary
+from lowbit.wire.pytorch import default_group
+from lowbit_lab.bench.memory_run import Meter
+from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, Names, link_name, on_slowest_link
+from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, error_of_sum, take_turns, timed
+from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
 from lowbit_lab.charts import Bars
 from lowbit_lab.charts.style import title_of
 from lowbit_lab.network import Link
@@ -26,8 +38,17 @@ ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
 STORED = ("fp8-stored", "fp8-recoded")
 SHORT = {"int8": "GroupInt(bits=8, group=128, symmetric=True)", "int4": "GroupInt(bits=4, group=64, symmetric=True)"}
 SHORT |= dict.fromkeys(STORED, "fp8")
+PROGRAM = "lowbit_lab.bench.gradients"
+"""The module of the ranks."""
 POWER_RANK = 4
 MATRIX = 1024
+MICROBATCHES = 3
+"""Micro-batches that stored gradients are averaged over. Dividing by 3 makes coding round; dividing by 4 would not."""
+_BUCKET_MB = 25  # PyTorch's default
+# PowerSGD starts its second all-reduce when the first has ended. With several buckets the order would differ between
+# ranks, and Gloo would end the process; so it gets a single bucket.
+_ONE_BUCKET_MB = 1 << 20
+_HOOKS = {"hook-fp16": default_hooks.fp16_compress_hook, "hook-bf16": default_hooks.bf16_compress_hook}
 Outcomes = dict[tuple[int, str], dict[str, float]]
 """Fields of rows, by number of ranks and format."""
 
@@ -38,7 +59,7 @@ class GradientsBenchmark:
 
     links: Links = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
-    ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
+    ranks: Annotated[tuple[AtLeastTwo, ...], EachOnce] = (2, 4)
     """Numbers of ranks, each on its own host."""
     formats: Names = (*ENGINE, "fp8", "int8", "int4")
     """engine-fp32 and engine-bf16: PyTorch's all-reduce. hook-fp16, hook-bf16 and powersgd (rank 4): its DDP hooks.
@@ -106,7 +127,7 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
             phases.append(Phase(name="train", order="step", contenders=trained, rounds=settings.steps))
         return phases
 
-    for taken in take_turns("lowbit_lab.bench.gradients_rank", settings.ranks, settings.links, prepare):
+    for taken in take_turns(PROGRAM, settings.ranks, settings.links, prepare):
         yield rows_of(settings, taken, outcomes)
 
 
@@ -206,3 +227,151 @@ COMMAND = Command(
         )
     ],
 )  # fmt: skip
+
+
+class GradientsRank:
+    """This rank's tensor, and its models by format."""
+
+    def __init__(self) -> None:
+        self._x = torch.empty(0)
+        self._algorithm: Any = "two_shot"
+        self._power: powerSGD_hook.PowerSGDState | None = None
+        self._models: dict[str, tuple[nn.Module, GradientStorage | None, Tensor, int]] = {}
+        self._stored: dict[str, tuple[GradientStorage, list[nn.Parameter]]] = {}
+        self._groups: dict[str, Any] = {}  # one per format, so that each has its own payload buffers
+
+    def open(self, numel: int, algorithm: str) -> None:
+        """Make the tensor to average."""
+        self._x, self._algorithm = sample(numel, dist.get_rank()), algorithm
+
+    def average(self, name: str) -> dict[str, float]:
+        """Average once."""
+        x = self._gradients(name)
+        return timed(lambda: self._average(name, x))
+
+    def outcome(self, name: str) -> dict[str, float]:
+        """Return peak memory, and the error of the mean in the third call, when PowerSGD starts to compress."""
+        for _ in range(3):
+            x = self._gradients(name)
+            meter = Meter(torch.device("cpu"))
+            meter.reset()
+            self._average(name, x)
+            peak = meter.peak()
+        if name in STORED:
+            storage, _ = self._stored[name]
+            held, x = storage.nbytes, torch.cat([gradient.view(-1) for _, gradient in storage.gradients()])
+            x *= MICROBATCHES
+        else:
+            held = x.nbytes
+        ranks, total = dist.get_world_size(), x.double() * dist.get_world_size()
+        error = error_of_sum(total, (sample(x.numel(), rank) for rank in range(ranks))) if dist.get_rank() == 0 else 0.0
+        kept = queue_of(self._groups[name]).scratch.nbytes()
+        return {"error": error, "peak_bytes": held + kept + peak}
+
+    def _gradients(self, name: str) -> Tensor:
+        """Return this rank's gradients, as a copy or stored."""
+        if name not in self._groups:
+            self._groups[name] = dist.new_group()
+        if name not in STORED:
+            return self._x.clone()
+        matrices = self._x.view(-1, MATRIX, MATRIX)
+        if name not in self._stored:
+            parameters = [nn.Parameter(torch.empty_like(part)) for part in matrices]
+            self._stored[name] = GradientStorage(parameters), parameters
+        storage, parameters = self._stored[name]
+        for parameter, part in zip(parameters, matrices, strict=True):
+            storage.put(parameter, part)
+        storage.scale_(1 / MICROBATCHES)
+        return torch.empty(0)
+
+    def prepare(self, name: str, model: dict[str, Any], batch: int, sequence: int) -> None:
+        """Set up data-parallel training with a format, and do the first steps, after which buckets no longer change."""
+        sizes = ModelConfig(**model)
+        vocab = vocabulary(sizes, 256)
+        replica: Any = build_model(sizes, vocab=vocab, sequence=sequence, seed=0)
+        storage = GradientStorage(replica) if name in STORED else None
+        if storage is not None:
+            self._groups[name] = dist.new_group()
+        else:
+            size = _ONE_BUCKET_MB if name == "powersgd" else _BUCKET_MB
+            replica = DistributedDataParallel(replica, bucket_cap_mb=size, gradient_as_bucket_view=True)
+            if name in _HOOKS:
+                replica.register_comm_hook(None, _HOOKS[name])
+            elif name == "powersgd":
+                replica.register_comm_hook(_power_state(), powerSGD_hook.powerSGD_hook)
+            elif name not in ENGINE:
+                replica.register_comm_hook(None, all_reduce_hook(codec_of(name), algorithm=self._algorithm))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        tokens = torch.randint(vocab, (batch, sequence + 1), generator=generator)
+        before = payload_bytes()
+        self._models[name] = replica, storage, tokens, 0
+        for _ in range(3):
+            self.step(name)
+        self._models[name] = replica, storage, tokens, payload_bytes() - before
+
+    def step(self, name: str) -> dict[str, float]:
+        """Train a step; return its seconds, and the bytes held for gradients at its end."""
+        model, storage, tokens, payloads = self._models[name]
+        dist.barrier()
+        start = time.perf_counter()
+        next_token_loss(model(tokens[:, :-1]).logits, tokens[:, 1:]).backward()
+        if storage is not None:
+            self._average_stored(name, storage)
+        seconds = time.perf_counter() - start
+        if storage is not None:
+            held = storage.nbytes
+            storage.zero_()
+        else:
+            gradients = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
+            held = sum({s.data_ptr(): s.nbytes() for s in gradients}.values())
+            model.zero_grad(set_to_none=True)
+        return {"seconds": seconds, "gradient_bytes": held + payloads}
+
+    def _average(self, name: str, x: Tensor) -> None:
+        """Replace a tensor, or stored gradients, by the mean over all ranks."""
+        if name in STORED:
+            self._average_stored(name, self._stored[name][0])
+        elif name == "engine-fp32":
+            dist.all_reduce(x)
+            x.div_(dist.get_world_size())
+        elif name == "engine-bf16":
+            low = x.bfloat16()
+            dist.all_reduce(low)
+            x.copy_(low).div_(dist.get_world_size())
+        elif name in ENGINE:
+            # The parts of a `GradBucket` that PyTorch's hooks use, with consecutive square matrices.
+            bucket: Any = SimpleNamespace(
+                buffer=lambda: x, gradients=x.view(-1, MATRIX, MATRIX).unbind, index=lambda: 0, is_last=lambda: True
+            )
+            if name == "powersgd":
+                self._power = self._power or _power_state()
+                mean = powerSGD_hook.powerSGD_hook(self._power, bucket).wait()
+            else:
+                mean = _HOOKS[name](default_group(), bucket).wait()
+            if mean.data_ptr() != x.data_ptr():
+                x.copy_(mean)
+        else:
+            all_reduce(x, codec_of(name), self._groups[name], "avg", self._algorithm)
+
+    def _average_stored(self, name: str, storage: GradientStorage) -> None:
+        group = self._groups[name]
+        if name == "fp8-stored":
+            storage.average(group)
+        else:
+            storage.all_reduce(lambda flat: all_reduce(flat, storage.codec, group, "avg", async_op=True))
+
+
+def sample(numel: int, rank: int) -> Tensor:
+    """Draw a rank's gradients: a part common to all ranks plus its own part, with rows of very different sizes."""
+    common = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    own = torch.randn(numel, generator=torch.Generator().manual_seed(2 + rank))
+    rows = torch.randn(numel // MATRIX, 1, generator=torch.Generator().manual_seed(0)).exp()
+    return ((common + own).view(-1, MATRIX) * (1e-3 * rows)).view(-1)
+
+
+def _power_state() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2)
+
+
+if __name__ == "__main__":
+    serve(GradientsRank)

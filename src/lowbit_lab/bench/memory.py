@@ -21,7 +21,7 @@ from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import vocabulary
 from lowbit.train.optim import check_torchao
-from lowbit_lab.bench.settings import Device, EachOnce, check_device, megabytes
+from lowbit_lab.bench.settings import AtLeastTwo, Device, EachOnce, check_device, megabytes
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Stacks
 
@@ -62,7 +62,7 @@ class MemoryBenchmark:
     """Micro-batches of a step."""
     bits: Literal[0, 2, 3, 4, 5, 6, 7, 8] = 0
     """Bits of low-bit activations; in low-bit, norms and attention have at least 8. 0: the defaults, 4 for int4."""
-    steps: Annotated[int, Field(ge=2)] = 4
+    steps: AtLeastTwo = 4
     """Training steps. The first is not measured."""
     device: Device = "cpu"
     """cuda: the current GPU."""
@@ -126,28 +126,21 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
             log.warning('%s is left out: torchao is missing; install it with: pip install "lowbit[8bit]"', method)
     load_data(settings.data(max(settings.sequences)))  # so that an unreadable text is an error here
     rows = list(earlier)
+    yield rows
     if settings.depths:
-        yield from _by_depth(settings, rows)
+        known = {row.get("layers") for row in rows}
+        if missing := [layers for layers in settings.depths if layers not in known]:
+            with Workers("lowbit_lab.bench.memory_run") as process:
+                process.ask("depths", settings=dataclasses.asdict(settings))
+                for layers in missing:
+                    rows.extend(process.ask("depth", layers=layers)[0])
+                    yield rows
         return
     known = {(row["method"], row["sequence"]) for row in rows}
-    yield rows
     for sequence, method in itertools.product(settings.sequences, methods):
         if (method, sequence) not in known:
             rows.append(_measured(settings, method, sequence))
             rows.sort(key=lambda row: (row["sequence"], METHODS.index(row["method"])))
-            yield rows
-
-
-def _by_depth(settings: MemoryBenchmark, rows: list[Row]) -> Iterator[list[Row]]:
-    """Yield rows of all methods at each depth that earlier rows lack."""
-    known = {row.get("layers") for row in rows}
-    yield rows
-    if not (missing := [layers for layers in settings.depths if layers not in known]):
-        return
-    with Workers("lowbit_lab.bench.memory_run") as process:
-        process.ask("depths", settings=dataclasses.asdict(settings))
-        for layers in missing:
-            rows.extend(process.ask("depth", layers=layers)[0])
             yield rows
 
 

@@ -13,6 +13,7 @@ import gc
 import re
 import statistics
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,9 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowbit.activations import LayerAware, LayerPlan, compress_saved_
-from lowbit.activations.counting import counted, layer_type
+from lowbit.activations.counting import counted, key_of, layer_type, note
+from lowbit.codecs import BlockFloat8
+from lowbit.codecs.checks import FLOATS
 from lowbit.config import build
 from lowbit.gradients import GradientStorage
 from lowbit.plan.layers import (
@@ -43,12 +48,14 @@ from lowbit.train.model import build_model, vocabulary
 from lowbit.train.optim import eight_bit_adamw, make_optimizer, parts_of
 from lowbit.train.single_process import model_loss
 from lowbit_lab.bench.memory import DEPTH_METHODS, MemoryBenchmark, in_8_bits
-from lowbit_lab.bench.saved_fp8 import saved_in_fp8
-from lowbit_lab.bench.worker import serve
+from lowbit_lab.bench.workers import serve
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 _SKIPPED = 1  # steps that are not measured: the first creates the optimizer's state
 _MEASURED = 3  # layers of the model that a plan is made from
+_CODEC = BlockFloat8()
+_FEWEST = 1024  # elements: smaller tensors are statistics and scalars
+_FROM_WEIGHTS = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
 
 
 @contextlib.contextmanager
@@ -250,9 +257,12 @@ class Depths:
         peaks: dict[str, int] = {}
         for method in DEPTH_METHODS:
             model, more = copy.deepcopy(plain), {}
-            if method == "plan":
-                plan, more = self._plan(layers, peaks["checkpoint"])
-                compress_saved_(model, plan)
+            if method == "plan":  # the fastest within the limit, or else the one with the lowest peak
+                every = predictions(self.costs, layers, max_error=self.settings.max_error)
+                limit = max(int(peaks["checkpoint"] * self.settings.share), min(one.peak for one in every))
+                best = fastest(every, limit)
+                more = {"predicted_bytes": best.peak, "limit_bytes": limit, "choices": described(best.choices)}
+                compress_saved_(model, LayerPlan(stages=(best.choices,)))
             elif "low-bit" in method:
                 compress_saved_(model, policy_of(self.settings.bits))
             if method.startswith("checkpoint"):
@@ -265,7 +275,10 @@ class Depths:
                 "method": method, "sequence": self.sequence, "layers": layers,
                 "activations_peak_bytes": peaks[method], "gradient_error_all": error, **more,
             })  # fmt: skip
-        times = self._times(models)
+        times: dict[str, list[float]] = {method: [] for method in models}
+        for _ in range(self.settings.steps):
+            for method, model in models.items():
+                times[method].append(seconds(self._step(model), self.device))
         for row in rows:
             own = times[row["method"]]
             ratios = [a / b for a, b in zip(own, times["checkpoint"], strict=True)]
@@ -275,21 +288,6 @@ class Depths:
             row["activations_vs_checkpoint"] = row["activations_peak_bytes"] / peaks["checkpoint"]
             row["activations_vs_bf16"] = row["activations_peak_bytes"] / peaks["bf16"]
         return rows
-
-    def _plan(self, layers: int, checkpointing: int) -> tuple[LayerPlan, dict[str, Any]]:
-        """Return the fastest plan below a share of checkpointing's peak, or else the one with the lowest peak."""
-        every = predictions(self.costs, layers, max_error=self.settings.max_error)
-        limit = max(int(checkpointing * self.settings.share), min(one.peak for one in every))
-        best = fastest(every, limit)
-        more = {"predicted_bytes": best.peak, "limit_bytes": limit, "choices": described(best.choices)}
-        return LayerPlan(stages=(best.choices,)), more
-
-    def _times(self, models: dict[str, nn.Module]) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {method: [] for method in models}
-        for _ in range(self.settings.steps):
-            for method, model in models.items():
-                times[method].append(seconds(self._step(model), self.device))
-        return times
 
     def _step(self, model: nn.Module) -> Callable[[], Any]:
         return lambda: self._loss(model).backward()
@@ -383,6 +381,65 @@ def _resident(name: str) -> int:
     match = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
     assert match is not None
     return int(match[1]) * 1024
+
+
+class _Coded:
+    """A storage in few bits."""
+
+    def __init__(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.payload = _CODEC.encode(x)
+        self.shape, self.dtype = x.shape, x.dtype
+
+    def decode(self) -> Tensor:
+        return _CODEC.decode(self.payload, shape=self.shape, dtype=self.dtype)
+
+
+class _Held:
+    """A saved tensor: unchanged, or a view of a coded storage."""
+
+    def __init__(self, source: Tensor | _Coded, place: Any) -> None:
+        self.source, self.place = source, place
+        note(self, [source.payload if isinstance(source, _Coded) else source])
+
+    def unpack(self) -> Tensor:
+        return self.source if isinstance(self.source, Tensor) else self.source.decode().as_strided(*self.place)
+
+
+@contextlib.contextmanager
+def saved_in_fp8() -> Iterator[None]:
+    """Code in FP8 what autograd saves in the block, each storage once, as COAT does in fused layers.
+
+    Not coded are parameters, their casts, and tensors of fewer than `_FEWEST` elements.
+    """
+    coded: dict[Any, tuple[StorageWeakRef, weakref.ref[_Coded]]] = {}
+
+    def pack(x: Tensor) -> _Held:
+        place = x.size(), x.stride(), x.storage_offset()
+        if x.dtype not in FLOATS or x.numel() < _FEWEST or _is_weight(x):
+            return _Held(x.detach(), place)
+        storage, key = x.untyped_storage(), (key_of(x), x.dtype, x._version)
+        whole = storage.nbytes() // x.element_size()
+        if whole > 2 * x.numel():  # part of a large storage: code it alone
+            return _Held(_Coded(x.detach().contiguous()), (x.size(), torch.empty(x.size(), device="meta").stride(), 0))
+        known = coded[key][1]() if key in coded else None
+        if known is None:
+            known = _Coded(x.detach().as_strided((whole,), (1,), 0))
+            coded[key] = StorageWeakRef(storage), weakref.ref(known)
+        return _Held(known, place)
+
+    with saved_tensors_hooks(pack, _Held.unpack):
+        yield
+
+
+def _is_weight(x: Tensor) -> bool:
+    """Whether `x` is a leaf that requires a gradient, or a view or cast of one."""
+    if x.is_leaf:
+        return x.requires_grad
+    node = x.grad_fn
+    while node is not None and node.name().removesuffix("Backward0") in _FROM_WEIGHTS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 if __name__ == "__main__":

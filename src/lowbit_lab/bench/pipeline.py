@@ -11,21 +11,22 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.wire.connections import MOST_CONNECTIONS
-from lowbit_lab.bench.device import Duration
-from lowbit_lab.bench.recipes import (
+from lowbit_lab.bench.runs import (
     MANY_STAGES,
     PROGRAM,
     THIN_MODEL,
+    Duration,
     Split,
     as_mapping,
     check_recipes,
@@ -33,7 +34,18 @@ from lowbit_lab.bench.recipes import (
     merged,
     recipe,
 )
-from lowbit_lab.bench.settings import LINK, STOCK, Device, Links, Names, formats_of, link_name, on_slowest_link
+from lowbit_lab.bench.settings import (
+    LINK,
+    STOCK,
+    Device,
+    EachOnce,
+    Links,
+    Names,
+    formats_of,
+    half_range,
+    link_name,
+    on_slowest_link,
+)
 from lowbit_lab.bench.sums import Phase, Taken, take_turns
 from lowbit_lab.bench.workers import UNLIMITED, Workers
 from lowbit_lab.charts import Bars
@@ -43,15 +55,6 @@ from lowbit_lab.network import Link
 UNSPLIT = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 """Schedules whose backward passes are whole."""
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
-
-
-Count = Annotated[int, Field(ge=1, le=MOST_CONNECTIONS)]
-
-
-def _each_once(values: tuple[int, ...]) -> tuple[int, ...]:
-    if not values or len(set(values)) < len(values):
-        raise ConfigError(f"connections is {list(values)}; allowed: one or more numbers, each once")
-    return values
 
 
 @section()
@@ -82,7 +85,7 @@ class PipelineBenchmark:
     splits: tuple[Split, ...] = ()
     """Schedules to compare, as schedule/stages per rank/micro-batches, such as 1F1B/1/8. They replace those of
     `pipeline`."""
-    connections: Annotated[tuple[Count, ...], AfterValidator(_each_once)] = (1,)
+    connections: Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_CONNECTIONS)], ...], EachOnce] = (1,)
     """Numbers of connections for each pair of ranks to compare; PyTorch's own stage has one."""
     rounds: Positive = 3
     """Turns of each format on each link."""
@@ -107,24 +110,19 @@ class PipelineBenchmark:
     def __post_init__(self) -> None:
         if len(set(self.splits)) < len(self.splits):
             raise ConfigError(f"splits is {', '.join(map(str, self.splits))}; allowed: each once")
-        if self.compute.seconds and (unfit := self._unfit_for_waiting()):
-            raise ConfigError(f"compute is {self.compute} and {unfit}, or compute 0ms")
+        if self.compute.seconds:  # stages then only wait
+            for name, value, allowed in (
+                ("device", self.device, ("cpu",)),
+                ("evaluations", self.evaluations, (0,)),
+                ("model.dropout", self.model.dropout, (0,)),
+                *(("schedule", pipeline.schedule, UNSPLIT) for pipeline in self.pipelines),
+            ):
+                if value not in allowed:
+                    named = ", ".join(map(str, allowed))
+                    raise ConfigError(f"compute is {self.compute}, {name} is {value}; allowed: {named}, or compute 0ms")
         check_samples(self)
         for pipeline in self.pipelines:
             check_recipes(self, pipeline)
-
-    def _unfit_for_waiting(self) -> str:
-        """Name a setting that does not permit stages that wait, with what is allowed; empty if there is none."""
-        if self.device != "cpu":
-            return f"device is {self.device}; allowed: cpu"
-        if self.evaluations:
-            return f"evaluations is {self.evaluations}; allowed: 0"
-        if self.model.dropout:
-            return f"model.dropout is {self.model.dropout:g}; allowed: 0"
-        for pipeline in self.pipelines:
-            if pipeline.schedule not in UNSPLIT:
-                return f"schedule is {pipeline.schedule}; allowed: {', '.join(UNSPLIT)}"
-        return ""
 
     @property
     def pipelines(self) -> list[PipelineConfig]:
@@ -188,7 +186,8 @@ def row_of(one: Taken, backward: str, *, trained: bool) -> dict[str, Any]:
         "seconds_per_step": median("seconds"),
         "bytes_per_step": round(median("bytes_sent")),
         **{name: median(name) for name in MEDIANS},
-        "codec_mbit": _codec_mbit(median("bytes_sent") / one.ranks, median("codec_seconds")),
+        # The rate of a link that carries these bytes as fast as a rank's codec makes them and reads others.
+        "codec_mbit": 8e-6 * median("bytes_sent") / one.ranks / codec if (codec := median("codec_seconds")) else None,
         "loss": steps[-1]["loss"] if trained else None,
         "steps": len(steps),
         "evaluation_seconds": statistics.median(evaluations) if evaluations else None,
@@ -196,21 +195,14 @@ def row_of(one: Taken, backward: str, *, trained: bool) -> dict[str, Any]:
     }
 
 
-def _codec_mbit(sent: float, seconds: float) -> float | None:
-    """Return the rate of a link that carries `sent` bytes as fast as a rank's codec makes them and reads others."""
-    return 8e-6 * sent / seconds if seconds else None
-
-
 def rows_of(settings: PipelineBenchmark, taken: Sequence[Taken]) -> list[dict[str, Any]]:
     """Return a row for each link, split and boundary, with comparisons that need more than one other row."""
     rows = [row_of(one, settings.backward, trained=not settings.compute.seconds) for one in taken]
     unlimited = max((row["tokens_per_second"] for row in rows if row["link_mbit"] is None), default=None)
-    stock: dict[str, float] = {}
+    stock = [row for row in rows if row["boundary"] == "stock-fp32"]
     for row in rows:
-        if row["boundary"] == "stock-fp32":
-            stock[row["link"]] = max(stock.get(row["link"], 0.0), row["tokens_per_second"])
-    for row in rows:
-        speed, best = row["tokens_per_second"], stock.get(row["link"])
+        speed = row["tokens_per_second"]
+        best = max((s["tokens_per_second"] for s in stock if s["link"] == row["link"]), default=None)
         row["speedup_best_stock_fp32"] = speed / best if best else None
         row["share_of_unlimited"] = speed / unlimited if unlimited else None
     return rows
@@ -249,11 +241,6 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
     return [{**row, "bar": row["name"], "split": None, "speedup_best_stock_fp32": None} for row in named]
 
 
-def _spread(row: Row) -> float:
-    """Return half the range from the slowest to the fastest step, as a share of the median."""
-    return (row["tokens_per_second_high"] - row["tokens_per_second_low"]) / 2 / row["tokens_per_second"]
-
-
 def _finding(rows: Sequence[Row]) -> str:
     """State how much faster than FP32 the recommended format, or else the fastest, is on the slowest link."""
     slowest = on_slowest_link(rows, "speedup_fp32")
@@ -262,11 +249,6 @@ def _finding(rows: Sequence[Row]) -> str:
         return "Training speed by link and boundary format"
     name = f"{title_of(best['bar'])}:" if recommended([best], "bar") else "Few bits: up to"
     return f"{name} {best['speedup_fp32']:.1f}x as fast as FP32 at {link_name(best)}"
-
-
-def _what(rows: Sequence[Row]) -> str:
-    text = "Whole training steps · ratio to FP32 through the same stage"
-    return f"{text}. Error bars: slowest and fastest step." if "tokens_per_second_low" in rows[0] else text
 
 
 def _speed(row: Row) -> str:
@@ -300,7 +282,7 @@ COMMAND = Command(
             columns=[
                 *WHERE,
                 Column("tokens/s", "tokens_per_second", "{:,.0f}"),
-                Column("±", _spread, "{:.0%}"),
+                Column("±", partial(half_range, "tokens_per_second"), "{:.0%}"),
                 Column("over\nstock fp32", "speedup_stock_fp32", "{:.2f}x"),
                 Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
                 Column("over best\nstock fp32", "speedup_best_stock_fp32", "{:.2f}x"),
@@ -328,9 +310,10 @@ COMMAND = Command(
     ],
     charts=[
         Bars(
-            title=_finding, subtitle=_what, label="tokens per second", rows=_shown, group=link_name,
-            series="bar", y="tokens_per_second", low="tokens_per_second_low", high="tokens_per_second_high",
-            show=_speed,
+            title=_finding, label="tokens per second", rows=_shown, group=link_name, series="bar", show=_speed,
+            y="tokens_per_second", low="tokens_per_second_low", high="tokens_per_second_high",
+            subtitle="Whole training steps · ratio to FP32 through the same stage. "
+            "Error bars: slowest and fastest step.",
         )
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from lowbit.codecs import Codec, parse_pair
 from lowbit.config import ConfigError
@@ -28,6 +28,7 @@ EachOnce = AfterValidator(_each_once)
 """Checks that a list is not empty and contains nothing twice."""
 Links = Annotated[tuple[Link, ...], EachOnce]
 Names = Annotated[tuple[str, ...], EachOnce]
+AtLeastTwo = Annotated[int, Field(ge=2)]
 Device = Literal["cpu", "cuda"]
 
 
@@ -47,6 +48,12 @@ def check_shape(boundary: str, codecs: Iterable[Codec], shape: tuple[int, ...]) 
             codec.nbytes(shape)
         except ValueError as error:
             raise ConfigError(f"boundaries has {boundary!r}: {error}") from error
+
+
+def check_stages(stages: int, layers: int) -> None:
+    """Check that a model has enough layers for the stages of an emulated pipeline."""
+    if stages > layers:
+        raise ConfigError(f"stages is {stages}; the model has {layers} layers; allowed: at most as many")
 
 
 def check_plain(key: str, name: str, codec: Codec) -> None:
@@ -87,6 +94,11 @@ def on_slowest_link(rows: Sequence[Row], field: str) -> list[Row]:
     rows = [row for row in rows if row.get(field)]
     slowest = min(rows, key=lambda row: row["link_mbit"] or math.inf, default={"link": None})["link"]
     return [row for row in rows if row["link"] == slowest]
+
+
+def half_range(name: str, row: Row) -> float:
+    """Return half the range from the lowest to the highest of a row's values, as a share of the median."""
+    return (row[f"{name}_high"] - row[f"{name}_low"]) / 2 / row[name]
 
 
 def megabytes(size: float) -> str:

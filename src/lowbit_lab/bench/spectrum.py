@@ -11,30 +11,25 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from lowbit.codecs import Codec, parse
 from lowbit.codecs.base import Session
-from lowbit.config import ConfigError, Positive, section
+from lowbit.config import Positive, section
 from lowbit.report import Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, count_layers, vocabulary
-from lowbit_lab.bench import bound
-from lowbit_lab.bench.codec_speed import ends_of
-from lowbit_lab.bench.samples import capture
-from lowbit_lab.bench.settings import check_plain
-from lowbit_lab.bench.training import spread_evenly
+from lowbit_lab.bench.codecs import ends_of
+from lowbit_lab.bench.settings import AtLeastTwo, check_plain, check_stages
+from lowbit_lab.bench.training import capture, spread_evenly
 from lowbit_lab.charts import Lines
 
 DIRECTIONS = ("forward", "backward")
 BOUND = "bound"
 BOUND_DECIBELS = range(0, 65, 5)  # points at which rows show the bound
-AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
 @section()
@@ -67,45 +62,84 @@ class SpectrumBenchmark:
             check_plain("codecs", name, parse(name))
 
 
-@dataclass
-class _Errors:
-    """Sums of squared errors, and of the squares that they are relative to, over all counted messages."""
+def spectrum(x: Tensor) -> Tensor:
+    """Mean squares of tokens (..., C) along their principal directions: (C,) float64; NaN if any is not finite."""
+    tokens = x.reshape(-1, x.shape[-1]).double()
+    count, channels = tokens.shape
+    if not bool(tokens.isfinite().all()):
+        return torch.full((channels,), math.nan, dtype=torch.float64)
+    size = tokens.abs().amax().clamp(min=torch.finfo(torch.float64).tiny)
+    tokens = tokens / size
+    products = tokens.t() @ tokens if channels <= count else tokens @ tokens.t()
+    energies = torch.linalg.eigvalsh(products).clamp(min=0) * (size.square() / count)
+    return torch.cat([energies, energies.new_zeros(channels - len(energies))])
 
-    signal: float = 0.0
-    noise: float = 0.0
-    elements: int = 0
 
-    def add(self, x: Tensor, error: Tensor) -> None:
-        self.signal += float(x.square().sum())
-        self.noise += float(error.square().sum())
-        self.elements += x.numel()
+def norms(x: Tensor) -> Tensor:
+    """Norms of tokens (..., C), (..., 1) float64; 1 for tokens of zeros."""
+    norm = torch.linalg.vector_norm(x.double(), dim=-1, keepdim=True)
+    return torch.where(norm > 0, norm, 1.0)
 
-    def decibels(self) -> float:
-        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
 
-    def bound(self, spectra: Sequence[Tensor]) -> float | None:
-        """Return the bits per element of the rate-distortion bound at this error."""
-        return bound.rate(spectra, self.noise / self.elements)
+def rate(spectra: Sequence[Tensor], error: float) -> float | None:
+    """Return the least bits per element of messages with these spectra: the rate-distortion bound.
+
+    It is that of Gaussian sources with the messages' second moments, by reverse water-filling: there is one level, a
+    component above it takes 1/2 log2(variance / level) bits, the others none, and the errors, min(variance, level), add
+    up to the requested one. A format that uses only second moments cannot go below it. One that uses more, such as the
+    norm of each token, can. The bits that describe the spectrum and its directions to a receiver are not counted, so
+    the bound of messages with few tokens compared with their channels is lower than what a format can reach.
+
+    Args:
+        spectra: of messages with equally many tokens.
+        error: mean squared error of the elements of all messages. The bound distributes it among them in the best way.
+
+    Returns:
+        0 if sending nothing has no larger error; None for an error of 0, which no finite rate reaches, or NaN.
+    """
+    variances = torch.cat(list(spectra)).sort().values
+    count = len(variances)
+    mean = float(variances.mean())
+    if math.isnan(mean) or math.isnan(error):
+        return None
+    if error >= mean:
+        return 0.0
+    if error <= 0:
+        return None
+    # If the n smallest variances are below the level, their components have these variances as errors, and the others
+    # share the rest. For every n that is too small, the level is above the next variance.
+    below = torch.cat([variances.new_zeros(1), variances.cumsum(0)[:-1]])
+    levels = (error * count - below) / torch.arange(count, 0, -1, dtype=torch.float64)
+    n = min(int((levels > variances).sum()), count - 1)
+    return float((variances[n:] / levels[n]).log2().sum()) / (2 * count)
+
+
+def rate_at(spectra: Sequence[Tensor], decibels: float) -> float | None:
+    """Return `rate` for an error this many decibels below the messages."""
+    return rate(spectra, float(torch.cat(list(spectra)).mean()) * 10 ** (-decibels / 10))
 
 
 @dataclass
 class _Trial:
-    """A format at one boundary, in one direction."""
+    """A format at one boundary, in one direction, with sums of squares and of squared errors of counted messages.
+
+    `total` is of the messages, `by_token` of these with each token divided by its own norm.
+    """
 
     name: str
     codec: Codec
     ends: tuple[Session, Session]
-    total: _Errors = field(default_factory=_Errors)
-    by_token: _Errors = field(default_factory=_Errors)
+    total: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    by_token: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def carry(self, x: Tensor, counted: bool) -> None:
         sender, receiver = self.ends
         y = receiver.decode(sender.encode(x))
         if counted:
-            x, error = x.double(), x.double() - y.double()
-            norm = bound.norms(x)
-            self.total.add(x, error)
-            self.by_token.add(x / norm, error / norm)
+            error, norm = x.double() - y.double(), norms(x)
+            for sums, scale in ((self.total, 1.0), (self.by_token, norm)):
+                sums[0] += float((x.double() / scale).square().sum())
+                sums[1] += float((error / scale).square().sum())
 
 
 @dataclass
@@ -118,40 +152,36 @@ class _Boundary:
     token_spectra: list[Tensor] = field(default_factory=list)
     trials: list[_Trial] = field(default_factory=list)
 
-    def begin(self, settings: SpectrumBenchmark, x: Tensor) -> None:
-        codecs = {name: parse(name) for name in settings.codecs}
-        self.trials = [_Trial(name, codec, ends_of(codec, x)) for name, codec in codecs.items()]
-
-    def carry(self, x: Tensor, counted: bool) -> None:
+    def carry(self, settings: SpectrumBenchmark, x: Tensor, counted: bool) -> None:
+        if not self.trials:
+            codecs = {name: parse(name) for name in settings.codecs}
+            self.trials = [_Trial(name, codec, ends_of(codec, x)) for name, codec in codecs.items()]
         if counted:
-            self.spectra.append(bound.spectrum(x))
-            self.token_spectra.append(bound.spectrum(x.double() / bound.norms(x)))
+            self.spectra.append(spectrum(x))
+            self.token_spectra.append(spectrum(x.double() / norms(x)))
         for trial in self.trials:
             trial.carry(x, counted)
 
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
+        about = {"boundary": self.index, "direction": self.direction, "shape": list(shape)}
         for trial in self.trials:
-            yield {
-                "boundary": self.index,
-                "direction": self.direction,
-                "shape": list(shape),
-                "format": trial.name,
-                "codec": str(trial.codec),
-                "bits_per_element": (bits := trial.codec.bits_per_element(shape)),
-                "decibels": trial.total.decibels(),
-                **_compared_with_bound("", bits, trial.total.bound(self.spectra)),
-                "token_decibels": trial.by_token.decibels(),
-                **_compared_with_bound("token_", bits, trial.by_token.bound(self.token_spectra)),
-            }
-        about = {"boundary": self.index, "direction": self.direction, "shape": list(shape), "format": BOUND}
+            bits = trial.codec.bits_per_element(shape)
+            row = {**about, "format": trial.name, "codec": str(trial.codec), "bits_per_element": bits}
+            for prefix, sums, spectra in (
+                ("", trial.total, self.spectra),
+                ("token_", trial.by_token, self.token_spectra),
+            ):
+                signal, noise = sums
+                least = rate(spectra, noise / (len(spectra) * math.prod(shape)))
+                row |= {
+                    f"{prefix}decibels": 10 * math.log10(signal / noise) if noise and signal else math.inf,
+                    f"{prefix}bound": least,
+                    f"{prefix}above": None if least is None else bits - least,
+                }
+            yield row
         for decibels in BOUND_DECIBELS:
-            bits = bound.rate_at(self.spectra, decibels)
-            yield {**about, "bits_per_element": bits, "decibels": float(decibels)}
-
-
-def _compared_with_bound(prefix: str, bits: float, least: float | None) -> Row:
-    """Return fields of a row: the bound, and the bits of a format above it."""
-    return {f"{prefix}bound": least, f"{prefix}above": None if least is None else bits - least}
+            bits = rate_at(self.spectra, decibels)
+            yield {**about, "format": BOUND, "bits_per_element": bits, "decibels": float(decibels)}
 
 
 def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
@@ -160,13 +190,12 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     Yields:
         Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
         byte counted), `decibels` (signal over noise, second half of the messages), `bound` (bits per element of the
-        rate-distortion bound of these messages at this error, see `lowbit_lab.bench.bound`; None if not defined),
+        rate-distortion bound of these messages at this error, see `rate`; None if not defined),
         `above` (bits of the format above it); `token_decibels`, `token_bound`, `token_above`: the same for each
         token's error relative to its own norm. Rows whose format is "bound" are points of the bound.
     """
     config = ModelConfig(pretrained=settings.checkpoint)
-    if settings.stages > (layers := count_layers(config)):
-        raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+    check_stages(settings.stages, count_layers(config))
     data = load_data(
         DataConfig(
             text=(settings.text,), tokenizer=settings.tokenizer or settings.checkpoint, sequence=settings.sequence,
@@ -180,11 +209,10 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     for message, part in enumerate(ids.split(settings.batch)):
         sent = capture(model, *data.train.batch(part), stages=settings.stages)
         tensors = [x for direction in sent for x in direction]
+        counted = message >= settings.messages // 2
         for boundary, x in zip(boundaries, tensors, strict=True):
-            if not message:
-                boundary.begin(settings, x)
-            boundary.carry(x, message >= settings.messages // 2)
-        if message >= settings.messages // 2:
+            boundary.carry(settings, x, counted)
+        if counted:
             yield [row for b, x in zip(boundaries, tensors, strict=True) for row in b.rows(x.shape)]
 
 

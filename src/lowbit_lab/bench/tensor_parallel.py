@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-from pydantic import Field
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from lowbit.codecs import Codec, FeatureInt, GroupInt
+from lowbit.collectives import all_reduce
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
+from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
+from lowbit.tensor_parallel.plan import is_cut_by_input
+from lowbit.tensor_parallel.reduce import Choice, SumSample, measured, sum_over_ranks
+from lowbit.tensor_parallel.rowwise import local
 from lowbit.train.config import ModelConfig
-from lowbit_lab.bench.settings import LINK, EachOnce, Links, link_name
-from lowbit_lab.bench.sums import Phase, Taken, take_turns
-from lowbit_lab.bench.workers import UNLIMITED, Workers
+from lowbit.train.model import build_model, vocabulary
+from lowbit.wire.pytorch import default_group
+from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, link_name
+from lowbit_lab.bench.sums import Phase, Taken, error_of_sum, take_turns, timed
+from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import RECOMMENDED, family, title_of
 from lowbit_lab.network import Link
@@ -25,6 +34,8 @@ Format = Literal["bf16", "int4", "int8", "feature-int4", "feature-int4-static"]
 Algorithm = Literal["one_shot", "two_shot", "auto"]
 _CALLS = 1 << 20  # elements that a turn sums at least, by several calls
 _MOST_CALLS = 8
+_VOCAB = 512
+_FITTED = 64  # least number of tokens: with fewer, some features are 0 in all sums
 
 
 @section()
@@ -33,7 +44,7 @@ class TensorParallelBenchmark:
 
     links: Links = (Link(1000.0), Link(2500.0), Link(10000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
-    ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
+    ranks: Annotated[tuple[AtLeastTwo, ...], EachOnce] = (2, 4)
     """Numbers of ranks, each on its own host."""
     formats: Annotated[tuple[Format, ...], EachOnce] = ("bf16", "int4", "int8", "feature-int4")
     """bf16: PyTorch's all-reduce of bfloat16. int4: a gain for each token times a calibrated range for each feature.
@@ -139,7 +150,7 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
             )
         return phases
 
-    for taken in take_turns("lowbit_lab.bench.tensor_parallel_rank", settings.ranks, settings.links, prepare):
+    for taken in take_turns("lowbit_lab.bench.tensor_parallel", settings.ranks, settings.links, prepare):
         yield rows_of(settings, taken, bits, errors)
 
 
@@ -264,3 +275,96 @@ COMMAND = Command(
         )
     ],
 )  # fmt: skip
+
+
+class TensorParallelRank:
+    """This rank's partial sums, and codecs that are fitted to those of all ranks."""
+
+    def __init__(self) -> None:
+        self._x = torch.empty(0)
+        self._codecs: dict[str, Codec] = {}
+        self._model: Any = None
+        self._ids = torch.empty(0)
+        self._sources: dict[str, Any] = {}
+        self._auto: dict[str, SumSettings] = {}
+
+    def open(self, tokens: int, width: int) -> dict[str, float]:
+        """Make the codecs and the largest message, whose first tokens are the smaller ones; return bits by format."""
+        parts = [sample(max(_FITTED, tokens), width, rank, draw=1) for rank in range(dist.get_world_size())]
+        self._x = sample(tokens, width, dist.get_rank())
+        self._codecs = {name: codec_of(name, parts) for name in get_args(Format) if name != "bf16"}
+        return {name: c.bits_per_element((tokens, width)) for name, c in self._codecs.items()} | {"bf16": 16.0}
+
+    def measure(self, names: list[str]) -> None:
+        """Measure on the link the number of tokens from which on formats are faster than PyTorch's all-reduce."""
+        for name in names:
+            sample = SumSample(self._x.shape[1], self._x.dtype, self._x.device, self._codecs[name])
+            self._auto[name] = measured([sample], default_group(), SumSettings(), anew=True)
+
+    def reduce(self, name: str, algorithm: str, tokens: int, calls: int) -> dict[str, Any]:
+        """Sum a message several times; return seconds and bytes of a call, and what "auto" chooses."""
+        messages = [self._x[:tokens].clone() for _ in range(calls)]
+
+        def every() -> None:
+            for x in messages:
+                self._sum(x, name, algorithm)
+
+        result: dict[str, Any] = {key: value / calls for key, value in timed(every).items()}
+        return result | ({"choice": self._choice(name, messages[0])} if algorithm == "auto" else {})
+
+    def error(self, name: str, algorithm: str) -> float:
+        """Return the relative error of the sum of the largest message."""
+        x = self._x.clone()
+        self._sum(x, name, algorithm)
+        return error_of_sum(x, (sample(x.shape[0], x.shape[1], rank) for rank in range(dist.get_world_size())))
+
+    def prepare(self, tokens: int, model: dict[str, Any]) -> None:
+        """Split a model with random weights over the ranks, and calibrate its sums on the prompt that it will read."""
+        sizes = ModelConfig(**model)
+        vocab = vocabulary(sizes, _VOCAB)
+        self._model = tensor_parallel_(build_model(sizes, vocab=vocab, sequence=tokens, seed=0).bfloat16().eval())
+        self._ids = torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
+        calibration = calibrate(self._model, [self._ids])
+        self._sources = {
+            "feature-int4": calibration, "feature-int4-static": calibration.select(gain="static"),
+            "int4": calibration.select(k=0), "int8": codec_of("int8", []),
+        }  # fmt: skip
+
+    def measure_prefill(self, names: list[str]) -> None:
+        """Measure thresholds of the model's sums on the link."""
+        for name in names:
+            with low_bit_(self._model, self._sources[name]) as installed:
+                installed.measure()
+
+    def prefill(self, name: str) -> dict[str, float]:
+        """Run the model on its prompt."""
+        with torch.inference_mode():
+            if name == "bf16":  # the model adds up its partial sums by PyTorch's own all-reduce, in its dtype
+                installed = Installed()
+                for module in filter(is_cut_by_input, self._model.modules()):
+                    installed.replace(module, partial(_summed_linear, local(module.get_parameter("weight"))))
+            else:
+                installed = low_bit_(self._model, self._sources[name])
+            with installed:
+                return timed(lambda: self._model(self._ids, use_cache=False, logits_to_keep=1))
+
+    def _sum(self, x: Tensor, name: str, algorithm: Any) -> None:
+        if name == "bf16":
+            dist.all_reduce(x)
+        elif algorithm == "auto":
+            sum_over_ranks(x, self._codecs[name], default_group(), self._choice(name, x), self._auto[name])
+        else:
+            all_reduce(x, self._codecs[name], algorithm=algorithm, small=0)
+
+    def _choice(self, name: str, x: Tensor) -> Choice:
+        return self._auto[name].choice(x, dist.get_world_size(), self._codecs[name])
+
+
+def _summed_linear(weight: Tensor, x: Tensor) -> Tensor:
+    y = functional.linear(x, weight)
+    dist.all_reduce(y)
+    return y
+
+
+if __name__ == "__main__":
+    serve(TensorParallelRank)

@@ -34,10 +34,10 @@ from lowbit.train.config import (
 )
 from lowbit.train.data import Data, Windows, load_data
 from lowbit.train.layout import make_layout
-from lowbit.train.model import add_adapters, build_model, vocabulary
+from lowbit.train.model import add_adapters, build_model, next_token_loss, vocabulary
 from lowbit.train.optim import eight_bit_adamw, make_optimizer
 from lowbit.train.single_process import model_loss, train_single_process
-from lowbit_lab.bench.worker import report_progress, serve
+from lowbit_lab.bench.workers import report_progress, serve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -277,6 +277,41 @@ def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
     layers = next(name for name in lists if len(model.get_submodule(name)) == count)  # pyright: ignore[reportArgumentType]
     plan = make_layout(PipelineConfig(schedule="GPipe"), ranks=stages, layers=count)
     return [f"{layers}.{plan.layers_of(stage)[-1]}" for stage in range(stages - 1)]
+
+
+def capture(
+    model: PreTrainedModel, inputs: Tensor, targets: Tensor | None = None, *, stages: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a model and return the tensors that would cross a pipeline's boundaries.
+
+    Args:
+        inputs, targets: token ids (batch, tokens); without targets, nothing runs backward.
+
+    Returns:
+        Activations and gradients of the mean loss, by boundary: float32 (batch, tokens, channels) each.
+    """
+    forward: list[Tensor] = []
+    backward: dict[int, Tensor] = {}
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        x, index = output if isinstance(output, Tensor) else output[0], len(forward)
+        forward.append(x.detach().float().clone())
+        if x.requires_grad:
+            x.register_hook(lambda gradient: backward.update({index: gradient.float().clone()}))
+
+    model.eval().requires_grad_(False)
+    embedding = model.get_input_embeddings()
+    embedding.requires_grad_(targets is not None)  # makes a graph without gradients of all weights
+    handles = [model.get_submodule(name).register_forward_hook(keep) for name in boundary_modules(model, stages)]
+    try:
+        logits = model(input_ids=inputs, use_cache=False).logits
+        if targets is not None:
+            next_token_loss(logits, targets).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        embedding.zero_grad()
+    return forward, [backward[i] for i in sorted(backward)]
 
 
 @torch.no_grad()

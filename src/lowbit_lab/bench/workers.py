@@ -1,4 +1,8 @@
-"""Processes that follow a benchmark's orders, on the hosts of a slow link or on this machine."""
+"""Processes that follow a benchmark's orders, on the hosts of a slow link or on this machine, and their progress.
+
+Orders come on a process's standard input, one JSON list `[method, arguments]` a line. Each is answered with one line of
+JSON on standard output, after lines that may report progress. Output of libraries goes to standard error.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,41 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from typing import IO, Any
 
-from lowbit_lab.bench.worker import CONGESTION
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from lowbit.job.process_group import joined
+from lowbit.terminal import filtered_again
+from lowbit.train.device import threads_per_rank
+from lowbit.train.progress import Rhythm
+from lowbit.wire.connections import congestion_control, set_congestion_control
+from lowbit.wire.errors import first_line
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
 
 UNLIMITED = Link(None)
 _CONNECTING = Link(1000.0)
 _PROBE_SECONDS = 1.0
 
+TIMEOUT_SECONDS = 600.0
+CONGESTION = "use_congestion_control"
+"""The order that every process knows."""
+_WIDE = 100  # characters of a terminal that has room for bars next to the text
+_SPEED_SECONDS = 120.0
+
 OnProgress = Callable[[Any], None]
+Advance = Callable[..., None]
 
 
 class Workers:
-    """Processes that follow orders; a context manager that ends them all. Their side is `lowbit_lab.bench.worker`.
+    """Processes that follow orders; a context manager that ends them all. Their side is `serve`.
 
     Args:
         program: the module that each of them runs.
@@ -47,15 +70,16 @@ class Workers:
         per_host: int = 1,
     ) -> None:
         self._program, self._count, self._grouped, self._network = program, count, grouped, network
-        self._per_host = per_host
-        self._environment = environment or {}
+        self._per_host, self._environment = per_host, environment or {}
         self._processes: list[subprocess.Popen[str]] = []
         self._errors: list[IO[str]] = []
         self._files = contextlib.ExitStack()
         self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self) -> Workers:
-        port = "29500" if self._network else str(_free_port())
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = "29500" if self._network else str(probe.getsockname()[1])
         try:
             for index in range(self._count):
                 self._start(index, port)
@@ -148,22 +172,12 @@ class Workers:
                 case {"result": result}:
                     return result
         process.wait()
-        raise self._failure(index, self._exit_message(index))
+        self._errors[index].seek(0)
+        lines = self._errors[index].read().strip().splitlines()
+        raise self._failure(index, f"exit status {process.returncode}" + (f", {lines[-1]}" if lines else ""))
 
     def _failure(self, index: int, reason: str) -> ChildProcessError:
         return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
-
-    def _exit_message(self, index: int) -> str:
-        """Return the exit status of a process that has ended, and the last line of its standard error."""
-        self._errors[index].seek(0)
-        lines = self._errors[index].read().strip().splitlines()
-        return f"exit status {self._processes[index].returncode}" + (f", {lines[-1]}" if lines else "")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -215,3 +229,110 @@ def set_link(network: SlowLink | None, link: Link, ranks: Workers | None = None)
         about["goodput_mbit"] = goodput(network, [(0, 1)], _PROBE_SECONDS)[0]
         about["rtt_ms"] = round_trip(network)
     return {"link": str(link), "link_mbit": link.rate_mbit, "link_rtt_ms": link.rtt_ms, **about}
+
+
+_answers: IO[str] | None = None
+
+
+def serve(make: Callable[[], Any]) -> None:
+    """Run orders on the object of `make` until standard input ends; as one of several ranks, join the others first.
+
+    If standard input ends during an order, the benchmark is gone, and this process exits.
+    """
+    global _answers
+    _answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+    busy = threading.Event()
+    threading.Thread(target=_read, args=(orders, busy), daemon=True).start()
+    with ExitStack() as stack:
+        if "RANK" in os.environ:
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            cores, threads = sorted(os.sched_getaffinity(0)), threads_per_rank(ranks)
+            if ranks <= len(cores):  # each has its share of the machine's cores
+                os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
+            torch.set_num_threads(threads)
+            stack.enter_context(joined(TIMEOUT_SECONDS))
+        elif torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOWBIT_WORKER"]) % torch.cuda.device_count())
+        worker = make()
+        while line := orders.get():
+            method, arguments = json.loads(line)
+            answer = _follow(worker, method, arguments)
+            busy.clear()
+            _write(answer)
+
+
+def _follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run an order and return {"result": ...} or {"error": one line}; an error makes the benchmark end this process."""
+    try:
+        order = _use_congestion_control if method == CONGESTION else getattr(worker, method)
+        return {"result": order(**arguments)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": first_line(error)}
+
+
+def _use_congestion_control(name: str) -> None:
+    """Change that of all connections to other hosts."""
+    set_congestion_control(name)
+    if (used := congestion_control()) not in ("", name):
+        raise RuntimeError(f"congestion control is {used!r}, and the kernel does not permit {name!r}")
+
+
+def report_progress(value: Any) -> None:
+    """Report progress to the benchmark."""
+    if _answers is not None:
+        _write({"progress": value})
+
+
+def _read(orders: queue.SimpleQueue[str], busy: threading.Event) -> None:
+    with os.fdopen(os.dup(0)) as stdin:  # unlike sys.stdin, not closed while this may be reading
+        for line in stdin:
+            busy.set()
+            orders.put(line)
+    if busy.is_set():
+        os._exit(1)
+    orders.put("")
+
+
+def _write(message: dict[str, Any]) -> None:
+    assert _answers is not None
+    _answers.write(json.dumps(message) + "\n")
+    _answers.flush()
+
+
+@contextmanager
+def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Advance]:
+    """Show progress for each name, with its number of steps; yield a function that advances one and shows a line.
+
+    Its arguments: the name, the line, and the number of steps if not 1.
+    """
+    if not console.is_terminal:
+        yield from _lines(steps, console)
+        return
+    wide = [BarColumn(10), TimeElapsedColumn()] if console.width >= _WIDE else []
+    columns = (
+        TextColumn("{task.fields[name]}", markup=False), MofNCompleteColumn(), *wide, TimeRemainingColumn(compact=True),
+        TextColumn("{task.description}", markup=False),
+    )  # fmt: skip
+    with Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS) as bars, filtered_again():
+        tasks = {name: bars.add_task("", total=total, name=name, start=False) for name, total in steps.items()}
+
+        def step(name: str, line: str, steps: int = 1) -> None:
+            if not bars.tasks[tasks[name]].started:
+                bars.start_task(tasks[name])
+            bars.update(tasks[name], advance=steps, description=line)
+
+        yield step
+
+
+def _lines(total: Mapping[str, int], console: Console) -> Iterator[Advance]:
+    done, rhythms = dict.fromkeys(total, 0), {name: Rhythm(steps) for name, steps in total.items()}
+
+    def step(name: str, line: str, steps: int = 1) -> None:
+        done[name] += steps
+        if rhythms[name].due(done[name]):
+            console.print(f"{name}  {done[name]}/{total[name]}  {line}", markup=False, highlight=False, soft_wrap=True)
+
+    yield step

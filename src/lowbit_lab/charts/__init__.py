@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowbit_lab.charts.bars import Bars, Stacks
+from lowbit_lab.charts.charts import Bars, Stacks
 from lowbit_lab.charts.curves import Heights, Lines, Points
 
 __all__ = ["Bars", "Heights", "Lines", "Points", "Stacks"]

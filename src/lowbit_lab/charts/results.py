@@ -15,8 +15,7 @@ from lowbit.report.command import Command, Report, Row, check_output, distinct, 
 from lowbit.report.page import Page, Part, lines, try_to_write
 from lowbit.report.training import differences, distinct_names, shown
 from lowbit_lab.bench import COMMANDS
-from lowbit_lab.charts.bars import Bars
-from lowbit_lab.charts.charts import Chart, draw, figure
+from lowbit_lab.charts.charts import Bars, Chart, draw, figure
 from lowbit_lab.charts.style import THEMES, Palette
 
 _MOST_ROWS = 2000
@@ -110,7 +109,6 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
         own = list[Part]()
         try:
             own += _parts(report, command)
-            own += _charts(report, command)
         except ModuleNotFoundError as error:
             problems.append(f'{prefix}charts need {error.name}: pip install "lowbit[lab]", then lowbit report')
         except Exception as error:  # rows of another version may lack what a table shows
@@ -153,10 +151,7 @@ def _parts(report: Report, command: Command | None) -> Iterator[Part]:
             head = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
             cells = [[column.cell(row) for column in columns] for row in rows]
             yield Part(title=title.replace("\n", " ") or "Results", head=head, rows=cells)
-
-
-def _charts(report: Report, command: Command | None) -> Iterator[Part]:
-    for chart in charts_of(command) if command else ():
+    for chart in charts_of(command):
         if chart.panels(report.rows):
             title = chart.title(chart.selected(report.rows)) if callable(chart.title) else chart.title
             yield Part(title=title or chart.label, picture=_pictures(chart, report.rows))

@@ -112,8 +112,12 @@ class Line:
         """Schedule a packet's arrival after the delay, unless it is lost."""
         path = source, destination
         chance, arrival = self._chance[path], now + self._delay
-        if self._loss and self._is_lost(path):
-            return
+        if self._loss:
+            draw = chance.random()
+            lost = draw < 1 - 1 / self._burst if path in self._in_burst else draw < self._loss
+            (self._in_burst.add if lost and self._burst > 1 else self._in_burst.discard)(path)
+            if lost:
+                return
         if self._jitter:
             arrival += chance.uniform(-self._jitter, self._jitter)
         arrival = max(arrival, self._arrival.get(path, 0.0))
@@ -122,12 +126,6 @@ class Line:
         else:
             self._arrival[path] = arrival
         self._expect(arrival, True, source, destination, packet)
-
-    def _is_lost(self, path: tuple[int, int]) -> bool:
-        draw = self._chance[path].random()
-        lost = draw < 1 - 1 / self._burst if path in self._in_burst else draw < self._loss
-        (self._in_burst.add if lost and self._burst > 1 else self._in_burst.discard)(path)
-        return lost
 
     def _expect(self, at: float, arrived: bool, source: int, destination: int, packet: bytes) -> None:
         heapq.heappush(self._events, (at, next(self._order), arrived, source, destination, packet))

@@ -32,7 +32,13 @@ class Distance(Helper):
         super().__init__("the process that delays packets", argv, within=hosts[0].enter)
         try:
             self._await_ok()
-            self._raise_priority()
+            try:  # packets are then not late or dropped because the hosts compute
+                os.setpriority(os.PRIO_PROCESS, self.pid, _PRIORITY)
+                # Where sessions share the processors (autogroup), a process's own priority counts in its session only.
+                if (group := Path(f"/proc/{self.pid}/autogroup")).exists():
+                    group.write_text(str(_PRIORITY))
+            except PermissionError:
+                log.warning("without root, the process that delays packets has no priority: delays may be longer")
             for host in hosts:
                 host.ip(f"link set {DEVICE} txqueuelen {_QUEUED_PACKETS} up")
         except BaseException:
@@ -41,8 +47,8 @@ class Distance(Helper):
 
     def lead(self, link: Link) -> None:
         """Route all packets through the process, with the rates and the distance of `link`."""
-        forth = _seconds_per_byte(link.rate_mbit)
-        back = _seconds_per_byte(link.back_mbit or link.rate_mbit)
+        rates = link.rate_mbit, link.back_mbit or link.rate_mbit
+        forth, back = (8e-6 / rate if rate else 0.0 for rate in rates)  # seconds per byte
         self._order(
             rates=[(forth, back), *[(back, forth)] * (len(self._hosts) - 1)],
             delay=link.rtt_ms / 2e3,
@@ -53,9 +59,11 @@ class Distance(Helper):
             reorder=link.reorder,
         )
         segments = 1 if link.loss or link.reorder else 65535
+        # The largest train of packets: 16 KB saves many reads; from 131 Mbit/s on, a millisecond's bytes.
+        train = 65536 if link.rate_mbit is None else min(65536, max(16384, round(link.rate_mbit * 125)))
         for number, host in enumerate(self._hosts):
             host.ip(
-                f"link set {DEVICE} gso_max_size {_train_bytes(link)} gso_max_segs {segments}",
+                f"link set {DEVICE} gso_max_size {train} gso_max_segs {segments}",
                 # A longer prefix than the first interface's route, so it takes precedence.
                 f"route replace {NETWORK}.0/25 dev {DEVICE} src {NETWORK}.{number + 1} congctl {link.congestion}",
             )
@@ -68,16 +76,6 @@ class Distance(Helper):
     def cut(self, hosts: Collection[int]) -> None:
         """Drop every packet to and from these hosts, and no others."""
         self._order(cut=list(hosts))
-
-    def _raise_priority(self) -> None:
-        """Raise the process's priority, so that packets are not late or dropped because the hosts compute."""
-        try:
-            os.setpriority(os.PRIO_PROCESS, self.pid, _PRIORITY)
-            # Where sessions share the processors (autogroup), a process's own priority counts within its session only.
-            if (group := Path(f"/proc/{self.pid}/autogroup")).exists():
-                group.write_text(str(_PRIORITY))
-        except PermissionError:
-            log.warning("without root, the process that delays packets has no priority: delays may be longer")
 
     def _order(self, **order: Any) -> None:
         assert self._process.stdin is not None
@@ -92,14 +90,3 @@ class Distance(Helper):
                 f"no link with a distance: {problem.splitlines()[-1]}. It needs TUN devices: load the kernel module "
                 "`tun`, and let /dev/net/tun be read and written."
             )
-
-
-def _seconds_per_byte(rate_mbit: float | None) -> float:
-    return 8e-6 / rate_mbit if rate_mbit else 0.0
-
-
-def _train_bytes(link: Link) -> int:
-    """Return the largest train of packets: 16 KB saves many reads; from 131 Mbit/s on, a millisecond's bytes."""
-    if link.rate_mbit is None:
-        return 65536
-    return min(65536, max(16384, round(link.rate_mbit * 125)))

@@ -1,12 +1,20 @@
-"""Network namespaces without names, each kept alive by one process, and the cables between them."""
+"""Network namespaces without names, each kept alive by one process, and the cables between them.
+
+That process runs this file, inside a fresh namespace and with the standard library only. The namespace has no file, so
+it lives exactly as long as the process and those that were started in it. When the owner closes the process's standard
+input, as the kernel does for an owner that was killed, the process kills everything that still runs in the namespace,
+and ends. Nothing is left.
+"""
 
 import contextlib
 import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +23,9 @@ log = logging.getLogger(__name__)
 INTERFACE = "eth0"
 NETWORK = "198.18.0"  # 198.18.0.0/15 is set aside for network benchmarks (RFC 2544)
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
-_KEEPER = str(Path(__file__).with_name("keeper.py"))
 _SECONDS_TO_ANSWER = 30.0
+_POLL_SECONDS = 0.5
+_SECONDS_TO_EMPTY = 5.0
 
 
 class LinkUnavailable(RuntimeError):
@@ -67,7 +76,7 @@ class Helper:
 
 
 class Namespace(Helper):
-    """One network namespace, kept by one process (`keeper.py`).
+    """One network namespace, kept by one process (`keep`).
 
     Args:
         unshare: the command that makes the namespace and runs the keeper there.
@@ -75,7 +84,7 @@ class Namespace(Helper):
     """
 
     def __init__(self, unshare: Sequence[str], enter: Sequence[str]) -> None:
-        super().__init__("the process that keeps a network namespace", [_KEEPER], within=unshare)
+        super().__init__("the process that keeps a network namespace", [__file__], within=unshare)
         try:
             if problem := self._problem("ready"):
                 raise LinkUnavailable(f"a network namespace is not permitted ({problem})")
@@ -160,3 +169,37 @@ def _open_all(count: int, *, privileged: bool) -> list[Namespace]:
             namespace.close()
         raise
     return opened
+
+
+def keep() -> None:
+    """Print ``ready``, wait for the owner's end, and kill all other processes of this network namespace."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # only the owner's end ends this program
+    print("ready", flush=True)
+    owner = os.getppid()
+    # A child of the owner may hold the pipe open after the owner's death, so we also check our parent.
+    while os.getppid() == owner:
+        readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
+        if readable and not os.read(0, 1):
+            break
+    deadline = time.monotonic() + _SECONDS_TO_EMPTY
+    while (running := _inhabitants()) and time.monotonic() < deadline:  # repeated, since they may be forking
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _inhabitants() -> list[int]:
+    """Return the ids of all other processes in this network namespace."""
+    own, pids = os.readlink("/proc/self/ns/net"), []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
+                if os.readlink(f"/proc/{name}/ns/net") == own:
+                    pids.append(int(name))
+    return pids
+
+
+if __name__ == "__main__":
+    keep()

@@ -13,7 +13,7 @@ A token bucket can neither delay nor lose packets, nor give each direction its o
 go through a process that delays them (`lowbit_lab.network.distance`), over a second interface of each host, to the same
 addresses.
 
-A thread follows the changes of a link, and programs on the hosts are its other traffic (`traffic.py`). An error there
+A thread follows the changes of a link, and programs on the hosts are its other traffic (`Traffic`). An error there
 is logged, and raised by what is next done with the link, at the latest when its context ends.
 
 Root may do all this; other users may inside a user namespace, if the kernel permits it.
@@ -28,19 +28,24 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lowbit_lab.network import delay
 from lowbit_lab.network.distance import Distance
 from lowbit_lab.network.link import Link
-from lowbit_lab.network.namespaces import INTERFACE, NETWORK, LinkUnavailable, Namespace, cable, open_namespaces
-from lowbit_lab.network.traffic import Traffic
+from lowbit_lab.network.namespaces import INTERFACE, NETWORK, Helper, LinkUnavailable, Namespace, cable, open_namespaces
 
 log = logging.getLogger(__name__)
 
 _MAX_HOSTS = 64
 _LARGEST_SEGMENT = 65536  # the kernel's default
 _SECONDS_TO_END = 5.0
+_PROBE = str(Path(__file__).with_name("probe.py"))
+_FIRST_PORT = 5201
+_SETTLE_SECONDS = 0.3
+_SETTLE_ROUND_TRIPS = 20  # until TCP reaches the rate of a distant link
+_PATIENCE = 40.0  # seconds for connecting, and for packets still under way at the end
 
 
 def burst_bytes(rate_mbit: float) -> int:
@@ -314,3 +319,75 @@ def _shape(namespace: Namespace, interface: str, link: Link, whole: Link) -> Non
     bursts = [burst_bytes(stage.rate_mbit) * 3 // 4 for _, stage in whole.stages if stage.rate_mbit is not None]
     namespace.ip(f"link set {interface} gso_max_size {min([_LARGEST_SEGMENT, *bursts])}")
     namespace.run(["tc", "qdisc", "replace", "dev", interface, "root", *kind.split()])
+
+
+class Traffic(Helper):
+    """Other traffic that shares a link: a program (`probe.py share`) that sends and receives as fast as it can.
+
+    Args:
+        host: where it is. address: of this host. peer: address to send to. count: connections.
+    """
+
+    def __init__(self, host: Namespace, address: str, peer: str, count: int) -> None:
+        self.count = count
+        super().__init__("the other traffic", [_PROBE, "share", address, peer, str(count)], within=host.enter)
+
+    def await_connections(self) -> None:
+        """Return once its connections are open.
+
+        Raises:
+            LinkUnavailable: they cannot be opened.
+        """
+        if problem := self._problem("ok"):
+            raise LinkUnavailable(f"no other traffic: {problem.splitlines()[-1]}")
+
+    def check(self) -> None:
+        """Raise LinkUnavailable if it has ended."""
+        if self._process.poll() is not None:
+            raise LinkUnavailable(f"the other traffic ended, with exit code {self._process.returncode}")
+
+
+def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
+    """Measure Mbit/s of all (sender, receiver) routes at the same time.
+
+    This takes 20 round trips more than ``seconds``, in which TCP reaches the rate of a distant link.
+
+    Raises:
+        RuntimeError: A probe failed; the message is the probe's.
+    """
+    receivers, senders = [], []
+    more = _SETTLE_ROUND_TRIPS * link.link.rtt_ms / 1e3
+    times = [str(_SETTLE_SECONDS + more), str(seconds + more)]
+    for port, (sender, receiver) in enumerate(routes, _FIRST_PORT):
+        tail = [link.address(receiver), str(port), *times]
+        receivers.append(_probe(link, receiver, ["receive", *tail]))
+        senders.append(_probe(link, sender, ["send", *tail]))
+    results = [_finish(receiver, seconds + more) for receiver in receivers]
+    for sender in senders:
+        _finish(sender, seconds + more)
+    return [float(result) for result in results]
+
+
+def round_trip(link: SlowLink, *, first: int = 0, second: int = 1) -> float:
+    """Measure the milliseconds that a byte takes to another host and back, as the median of nine.
+
+    Raises:
+        RuntimeError: A probe failed; the message is the probe's.
+    """
+    tail = [link.address(second), str(_FIRST_PORT)]
+    echo = _probe(link, second, ["echo", *tail])
+    milliseconds = float(_finish(_probe(link, first, ["ping", *tail]), 0))
+    _finish(echo, 0)
+    return milliseconds
+
+
+def _probe(link: SlowLink, host: int, arguments: list[str]) -> subprocess.Popen:
+    argv = [sys.executable, "-I", "-S", _PROBE, *arguments]
+    return link.popen(host, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(process: subprocess.Popen, seconds: float) -> str:
+    output, error = process.communicate(timeout=seconds + _PATIENCE)
+    if process.returncode:
+        raise RuntimeError(f"network probe failed: {' '.join(error.strip().splitlines()[-1:])}")
+    return output

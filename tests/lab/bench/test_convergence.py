@@ -194,4 +194,4 @@ def test_means_and_spreads_are_over_seeds_of_one_regime_and_boundary():
     assert second["over_fp32"] == 0.5
     assert second["over_fp32_spread"] == pytest.approx(0.5 / 2**0.5)
     assert (second["over_fp32_codecs"], third["over_fp32_codecs"]) == (1.0, None)
-    assert second["state_mb"] == 2
+    assert second["state_bytes"] == 2_000_000

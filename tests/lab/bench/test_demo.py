@@ -13,9 +13,8 @@ from lowbit.config import ConfigError
 from lowbit.train.boundaries import AUTO_FORMATS
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit_lab.bench import demo
-from lowbit_lab.bench.curves import curve
 from lowbit_lab.bench.pipeline import PipelineBenchmark
-from lowbit_lab.bench.recipes import PROGRAM, as_mapping
+from lowbit_lab.bench.runs import PROGRAM, as_mapping, curve
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.network import SlowLink
 

@@ -65,15 +65,12 @@ def test_bits_count_every_byte(report: Report):
     assert bits["int4", 0][0] < bits["int4", 7][0] < bits["bf16", 0][0]
 
 
-def test_agreement_is_measured_with_a_model(report: Report):
+def test_agreement_is_measured_with_a_model_and_shown(report: Report, tmp_path: Path):
     rows = {row["format"]: row for row in report.rows}
     for name in (OWN, "bf16"):
         assert (rows[name]["same_tokens"], rows[name]["same_texts"], rows[name]["loss_increase"]) == (1, 1, 0)
     assert 0 < rows["int4"]["same_tokens"] < 1
     assert rows["int4"]["loss"] != rows[OWN]["loss"]
-
-
-def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
     text = shown(COMMAND, report.rows, tmp_path)
     assert "Prefill of 24 tokens, then decode" in text
     assert "Agreement with Transformers' own pipeline" in text

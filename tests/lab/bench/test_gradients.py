@@ -36,7 +36,7 @@ def rows_of(report: Report, rate: float | None = None) -> dict[str, Any]:
     return {row["format"]: row for row in report.rows if row["link_mbit"] == rate}
 
 
-def test_rows_have_the_agreed_fields(report: Report):
+def test_rows_have_the_agreed_fields_and_are_shown(report: Report, tmp_path: Path):
     agreed = "format link_mbit ranks numel ms speedup_fp32 speedup_bf16 bits_per_element relative_error"
     for row in report.rows:
         assert row.keys() >= set(agreed.split())
@@ -45,6 +45,7 @@ def test_rows_have_the_agreed_fields(report: Report):
     for row in rows.values():
         assert row["speedup_fp32"] == rows["engine-fp32"]["ms"] / row["ms"]
         assert row["speedup_bf16"] == rows["engine-bf16"]["ms"] / row["ms"]
+    assert "Data-parallel training" in shown(COMMAND, report.rows, tmp_path)
 
 
 def test_what_really_left_a_host_is_what_the_format_says(report: Report):
@@ -65,10 +66,7 @@ def test_training_is_measured_where_ddp_permits(report: Report):
     assert trained == {name for name in TINY.formats if not name.endswith("-bf16")}
     assert rows["engine-fp32"]["training_speedup_fp32"] == 1
     assert 0 < rows["engine-fp32"]["gradient_bytes"] <= rows["fp8"]["gradient_bytes"]
-
-
-def test_stored_gradients_that_travel_as_they_are_take_less_memory_and_err_less(report: Report):
-    rows = rows_of(report)
+    # Stored gradients that travel as they are take less memory and err less.
     stored, recoded = (rows[name] for name in STORED)
     assert stored["peak_bytes"] < recoded["peak_bytes"]
     assert stored["relative_error"] <= recoded["relative_error"]
@@ -84,10 +82,6 @@ def test_a_slow_link_holds_up_every_format(report: Report):
     assert rows["engine-fp32"]["ms"] > 300  # 4 MB at 95.6 Mbit/s
     assert rows["engine-bf16"]["ms"] > 150
     assert rows["int8"]["ms"] > 75  # the others are not sent faster than their bytes, either
-
-
-def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
-    assert "Data-parallel training" in shown(COMMAND, report.rows, tmp_path)
 
 
 def test_a_codec_that_can_not_be_summed_is_refused():

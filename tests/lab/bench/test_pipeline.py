@@ -13,9 +13,8 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import build_model, next_token_loss
 from lowbit.train.prepare import prepare
 from lowbit.wire.checksum import CHECKSUM_BYTES
-from lowbit_lab.bench.device import Duration, Recording
 from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark
-from lowbit_lab.bench.recipes import recipe
+from lowbit_lab.bench.runs import Duration, Recording, recipe
 from lowbit_lab.bench.workers import set_link
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 from lowbit_lab.network.shape import burst_bytes
@@ -57,8 +56,7 @@ def by_boundary(report: Report, rate: float | None = None) -> dict[str, Any]:
 def test_every_boundary_travels_in_its_bits(report: Report):
     rows = by_boundary(report)
     assert list(rows) == list(TINY.boundaries)
-    message = (BATCH // TINY.pipeline.microbatches, SEQUENCE, DIM)
-    more = 8 * CHECKSUM_BYTES / math.prod(message)
+    more = 8 * CHECKSUM_BYTES / math.prod(MESSAGE)
     for name, bits in (("stock-fp32", 32), ("fp32", 32 + more), ("stock-bf16", 16)):
         assert (rows[name]["bits_forward"], rows[name]["bits_backward"]) == (bits, bits)
         coordination = rows[name]["bytes_per_step"] - BYTES_FP32 * bits / 32
@@ -67,7 +65,7 @@ def test_every_boundary_travels_in_its_bits(report: Report):
     assert rows["tah-quant"]["bits_backward"] == pytest.approx(6.5, abs=0.1)
     for way, codec in zip(("forward", "backward"), parse_pair(TRANSFORM), strict=True):
         assert rows[TRANSFORM][way] == repr(codec)
-        assert rows[TRANSFORM][f"bits_{way}"] == codec.bits_per_element(message) + more
+        assert rows[TRANSFORM][f"bits_{way}"] == codec.bits_per_element(MESSAGE) + more
     assert rows["stock-fp32"]["forward"] is None
     assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
 
@@ -149,8 +147,7 @@ def test_stages_that_wait_send_what_the_model_would():
     for row in rows.values():
         assert row["compute_seconds"] >= passes * 3 * compute.seconds
         assert row["loss"] is None
-    message = (BATCH // TINY.pipeline.microbatches, SEQUENCE, DIM)
-    assert rows["transform"]["bits_forward"] == pytest.approx(TransformQuant().bits_per_element(message), abs=0.1)
+    assert rows["transform"]["bits_forward"] == pytest.approx(TransformQuant().bits_per_element(MESSAGE), abs=0.1)
     assert rows["stock-fp32"]["bytes_per_step"] >= BYTES_FP32
     assert rows["transform"]["codec_mbit"] > 0
     assert rows["stock-fp32"]["codec_mbit"] is None
@@ -178,9 +175,9 @@ def test_recorded_gradients_are_those_of_a_whole_batch():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluations": 1}, "compute is 50ms and evaluations is 1; allowed: 0, or compute 0ms"),
-        ({"device": "cuda"}, "compute is 50ms and device is cuda; allowed: cpu"),
-        ({"model": ModelConfig(dropout=0.1)}, "compute is 50ms and model.dropout is 0.1; allowed: 0"),
+        ({"evaluations": 1}, "compute is 50ms, evaluations is 1; allowed: 0, or compute 0ms"),
+        ({"device": "cuda"}, "compute is 50ms, device is cuda; allowed: cpu"),
+        ({"model": ModelConfig(dropout=0.1)}, "compute is 50ms, model.dropout is 0.1; allowed: 0"),
         ({"pipeline": PipelineConfig(schedule="ZBVZeroBubble", stages_per_rank=2)}, "schedule is ZBVZeroBubble"),
         ({"compute": "50"}, "compute is '50'; allowed: a number with a unit, such as 50ms"),
         ({"compute": "-5ms"}, "compute is '-5ms'; allowed"),

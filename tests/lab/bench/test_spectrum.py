@@ -17,6 +17,7 @@ from lowbit_lab.bench.spectrum import COMMAND, SpectrumBenchmark
 from tests.lab.bench.shown import shown
 
 TINY = ModelConfig(dim=32, layers=3, heads=2)
+FLAT, ONE = (torch.tensor(each, dtype=torch.float64) for each in ([3.0] * 8, [16.0, 0.0, 0.0, 0.0]))
 
 
 def test_capture_takes_activations_and_their_gradients():
@@ -82,10 +83,70 @@ def test_a_format_without_error_has_no_bound(tmp_path: Path):
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
     place = spectrum._Boundary(0, "forward")
     settings = SpectrumBenchmark(checkpoint="a", text="b", codecs=("fp32", "int8"))
-    place.begin(settings, x)
-    place.carry(x, True)
+    place.carry(settings, x, True)
     exact, coded = list(place.rows(x.shape))[:2]
     assert exact["decibels"] == math.inf
     assert exact["bound"] is exact["above"] is exact["token_above"] is None
     assert coded["above"] > 0
     assert "–" in shown(COMMAND, [exact, coded], tmp_path)
+
+
+def tokens(count: int, variances: list[float], *, seed: int = 0) -> torch.Tensor:
+    """Gaussian tokens with exactly these second moments, along random directions."""
+    g = torch.Generator().manual_seed(seed)
+    white = torch.linalg.qr(torch.randn(count, len(variances), generator=g, dtype=torch.float64)).Q * count**0.5
+    turn = torch.linalg.qr(torch.randn(len(variances), len(variances), generator=g, dtype=torch.float64)).Q
+    return white * torch.tensor(variances, dtype=torch.float64).sqrt() @ turn.t()
+
+
+@pytest.mark.parametrize(
+    ("spectra", "error", "bits"),
+    [
+        *(([FLAT], error, 0.5 * math.log2(3 / error)) for error in (3e-9, 0.01, 0.5, 2.9)),
+        *(([FLAT], error, 0.0) for error in (2.999999, 3.0, 4.0, 7.0)),  # as large as the message: no bits
+        ([ONE], 0.25, 0.5 * math.log2(16 / (4 * 0.25)) / 4),  # all error and all bits are its own
+        ([torch.tensor([0.5, 16.0, 0.1, 4.0]).double()], 2.6 / 4, (2 + 1) / 4),  # level 1: errors 1 + 1 + 0.5 + 0.1
+        # Messages share one level, as if they were components of one; spreading the error evenly takes more bits.
+        ([100 * FLAT, FLAT], 1.0, (0.5 * math.log2(300) + 0.5 * math.log2(3)) / 2),
+        ([100 * FLAT, FLAT], 5.0, 0.5 * math.log2(300 / 7) / 2),  # 3 of the quiet, 7 of the loud
+        ([100 * FLAT, 100 * FLAT], 1.0, 0.5 * math.log2(300)),
+        ([0 * ONE], 0.0, 0.0),
+        ([0 * ONE], 1.0, 0.0),
+        ([FLAT], 0.0, None),  # no number of bits is enough
+        ([FLAT], math.nan, None),
+        ([torch.full((4,), math.nan, dtype=torch.float64)], 0.1, None),
+    ],
+)
+def test_the_bound_of_sources_whose_rate_is_known(spectra, error: float, bits: float | None):
+    assert spectrum.rate(spectra, error) == (None if bits is None else pytest.approx(bits, abs=1e-6))
+
+
+def test_the_bound_at_a_signal_to_noise_ratio():
+    assert spectrum.rate_at([FLAT], 0.0) == 0
+    assert spectrum.rate_at([ONE], 20.0) == pytest.approx(0.5 * math.log2(100) / 4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e30])
+def test_a_spectrum_is_that_of_the_second_moments(scale: float):
+    variances = [9.0, 4.0, 1.0, 0.25, 0.0]
+    x = tokens(50, variances) * scale
+    found = spectrum.spectrum(x.view(2, 25, 5)) / scale**2
+    assert found.sort(descending=True).values.tolist() == pytest.approx(variances, abs=1e-9)
+    few = spectrum.spectrum(x[:3])
+    assert few.shape == (5,)
+    assert float(few.sum()) == pytest.approx(float(x[:3].square().sum(-1).mean()))
+    assert (few > 1e-9 * few.max()).sum() == 3, "three tokens span three directions"
+    x[1, 2] = math.inf
+    assert spectrum.spectrum(x).isnan().all()
+
+
+def test_no_uniform_quantizer_with_entropy_coding_beats_the_bound():
+    """At high rates it takes a quarter of a bit more: 1/2 log2(2 pi e / 12)."""
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q = (x / 0.1).round()
+    _, counts = q.unique(return_counts=True)
+    shares = counts / len(x)
+    entropy = -float((shares * shares.log2()).sum())
+    least = spectrum.rate([x.square().mean()[None]], float((x - q * 0.1).square().mean()))
+    assert least is not None
+    assert entropy - least == pytest.approx(0.2546, abs=0.01)

@@ -56,13 +56,16 @@ def test_errors_are_those_of_the_formats(report: Report):
     assert 2 * error["feature-int4", "one_shot"] < error["int4", "one_shot"] < 0.3
 
 
-def test_prefill_is_measured_by_every_format(report: Report):
+def test_prefill_is_measured_by_every_format_and_shown(report: Report, tmp_path: Path):
     rows = {row["format"]: row for row in report.rows if row.get("tokens_per_second")}
     assert set(rows) == set(TINY.formats)
     for row in rows.values():
         assert row["tokens_per_second"] == pytest.approx(1e3 * 16 / row["ms"])
         assert row["speedup_bf16"] == rows["bf16"]["ms"] / row["ms"]
         assert row["numel"] == 16 * 64
+    text = shown(COMMAND, report.rows, tmp_path)
+    assert "All-reduce of partial sums, 256 features a token" in text
+    assert "Prefill of 16 tokens" in text
 
 
 def test_crossover_is_the_size_from_which_on_all_are_faster():
@@ -78,9 +81,3 @@ def test_crossover_is_the_size_from_which_on_all_are_faster():
     assert rows["bf16", 64]["crossover"] is None
     # Two ranks on hosts of their own, which each sent 10 bytes where as many elements as the message has must travel.
     assert rows["int4", 64]["wire_bits"] == 8 * 10 / (64 * 256)
-
-
-def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
-    text = shown(COMMAND, report.rows, tmp_path)
-    assert "All-reduce of partial sums, 256 features a token" in text
-    assert "Prefill of 16 tokens" in text

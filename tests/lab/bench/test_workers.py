@@ -1,3 +1,4 @@
+import io
 import os
 import signal
 import subprocess
@@ -5,15 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from lowbit_lab.bench.worker import CONGESTION
-from lowbit_lab.bench.workers import Workers, set_link, started
+from lowbit_lab.bench.workers import CONGESTION, Workers, set_link, started, step_bars
 from lowbit_lab.network import Link, SlowLink
 from tests.lab.network.test_shape import all_gone
 
 ECHO = """
 from lowbit.wire.connections import congestion_control
-from lowbit_lab.bench.worker import serve, report_progress
+from lowbit_lab.bench.workers import serve, report_progress
 
 
 class Echo:
@@ -100,3 +101,25 @@ def test_connections_that_are_there_get_the_congestion_control_of_the_next_link(
             assert ranks.ask("control") == [name, name]
         with pytest.raises(ChildProcessError, match="congestion control is 'reno', and the kernel does not permit 'n"):
             ranks.ask(CONGESTION, name="nosuch")
+
+
+def _shown(*, terminal: bool, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
+    with step_bars({"fp32": 20, "transform": 40}, console) as advance:
+        for _ in range(20):
+            advance("fp32", "loss 2.345  12,345 tokens/s  [32.0/32.0 bits]")
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_log_gets_plain_lines():
+    lines = _shown(terminal=False).splitlines()
+    assert lines[0] == "fp32  1/20  loss 2.345  12,345 tokens/s  [32.0/32.0 bits]"
+    assert [line.split()[1] for line in lines] == ["1/20", *(f"{step}/20" for step in range(2, 21, 2))]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_bars_leave_room_for_the_text(width: int):
+    shown = _shown(terminal=True, width=width)
+    assert "20/20" in shown
+    assert "loss 2.345  12,345 tokens/s  [32.0/32.0 bits]" in shown

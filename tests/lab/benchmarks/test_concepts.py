@@ -4,9 +4,7 @@ import re
 
 import pytest
 
-from benchmarks.concepts.__main__ import FIGURES, PAGES, recorded
-from benchmarks.concepts.draw import PICTURES, figure_of, step
-from benchmarks.concepts.timeline import TwoStageStep, message_seconds
+from benchmarks.concepts import FIGURES, PAGES, PICTURES, TwoStageStep, figure_of, message_seconds, recorded, step
 from lowbit_lab.charts.style import THEMES
 
 

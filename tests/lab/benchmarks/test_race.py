@@ -10,7 +10,7 @@ from benchmarks.race import COMMAND, RaceBenchmark, Racer, rows_of
 from lowbit.config import build
 from lowbit.report import compare, run
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
-from lowbit_lab.bench.curves import seconds_until
+from lowbit_lab.bench.runs import seconds_until
 from lowbit_lab.network import Link
 from tests.lab.bench.shown import shown
 

@@ -1,23 +1,45 @@
-"""Draw each picture on a figure in the colours of a theme."""
+"""`python -m benchmarks.concepts`: draw the pictures of docs/concepts, light and dark.
+
+Their data is recorded in docs/concepts/data/. To record it again, with a model of `examples/tensor-parallel.toml` and a
+text that it was not trained on:
+
+    python -m benchmarks.concepts record CHECKPOINT TEXT
+    lowbit bench spectrum CHECKPOINT TEXT --codec int2,int3,int4,int6,int8,fp8,tah-quant,tah-quant-published \
+        --json docs/concepts/data/spectrum.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from benchmarks.concepts.timeline import LANES, Interval, TwoStageStep, message_seconds
 from lowbit.codecs import GroupInt, TAHQuant, backward_codec
-from lowbit.report.command import Row
-from lowbit_lab.charts.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
+from lowbit.report.command import Report, Row, machine
+from lowbit.train.config import DataConfig, ModelConfig
+from lowbit.train.data import load_data
+from lowbit.train.model import build_model, vocabulary
+from lowbit_lab.bench.spectrum import outside
+from lowbit_lab.bench.training import capture, spread_evenly
+from lowbit_lab.charts.style import SMALL, TEXT, THEMES, TITLE, WIDTH, Theme, family, mixed, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+PAGES = Path(__file__).parents[1] / "docs" / "concepts"
+DATA, FIGURES = PAGES / "data", PAGES / "figures"
+STAGES, SEQUENCE, BATCH = 4, 256, 4
+TOKEN = 100
+"""The token of the first window whose channels are shown."""
+KEPT = 128
+"""Most directions for which the energy outside is recorded."""
 Rows = Sequence[Row]
 MESSAGE = (8, 128, 128)
 MBIT = 25.0
@@ -27,6 +49,98 @@ MICRO_BATCHES = 4
 GROUP, BITS = 64, 4
 OUTLIER, TIMES = 100, 8
 """A channel of the token, and the factor by which it is enlarged."""
+Lane = Literal["stage 0", "activations", "gradients", "stage 1"]
+LANES: tuple[Lane, ...] = ("stage 0", "activations", "gradients", "stage 1")
+TCP_SHARE = 0.956
+"""Share of a link's bits that TCP carries as payload; the rest are headers (docs/how-to/links.md)."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A time in which a stage computes or a link carries a message.
+
+    Args:
+        lane: a stage, which computes, or a direction of the link, which carries a message.
+        pass_: forward or backward.
+        micro_batch: its number.
+        start, end: seconds from the beginning of the step.
+    """
+
+    lane: Lane
+    pass_: Literal["forward", "backward"]
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoStageStep:
+    """A GPipe step of two stages, with its times in seconds: the rules of docs/concepts/pipelines-and-links.md.
+
+    A stage computes one micro-batch after the other, first all forward, then all backward. A link carries one message
+    at a time in each direction. A message leaves as soon as it is ready, its receiver has posted the receive, and the
+    link is free; posting it takes half a round trip to reach the sender, the message as long to reach the receiver.
+    PyTorch's stage posts a receive when it needs the message, `LowBitStage` posts all of them ahead.
+
+    Args:
+        forward, backward: computing one micro-batch on one stage.
+        activations, gradients: one message on the link.
+        micro_batches: in the step.
+        ahead: receives are posted ahead.
+        one_way: half a round trip.
+    """
+
+    forward: float
+    backward: float
+    activations: float
+    gradients: float
+    micro_batches: int = 4
+    ahead: bool = True
+    one_way: float = 0.0
+
+    def spans(self) -> list[Interval]:
+        """Return all intervals, in the order of the rules."""
+        n, spans = self.micro_batches, list[Interval]()
+        spans += [Interval("stage 0", "forward", i, i * self.forward, (i + 1) * self.forward) for i in range(n)]
+        ready = [span.end for span in spans]
+        there = self._cross(spans, "activations", "forward", ready, after=0.0)
+        last = there[-1].end
+        ready = []
+        for i in range(n):
+            start = max(last, ready[-1]) if ready else last
+            ready.append(start + self.backward)
+            spans.append(Interval("stage 1", "backward", i, start, ready[-1]))
+        # PyTorch's first stage waits for its sends before it asks for gradients.
+        sent = max(span.end for span in spans if span.lane == "activations")
+        self._cross(spans, "gradients", "backward", ready, after=sent)
+        return spans
+
+    def seconds(self) -> float:
+        """Return the seconds from the first forward pass to the end of the last backward pass."""
+        return max(span.end for span in self.spans())
+
+    def _cross(
+        self, spans: list[Interval], lane: Lane, pass_: Literal["forward", "backward"], ready: list[float], after: float
+    ) -> list[Interval]:
+        """Send a message for each micro-batch that becomes ready, and compute with it; return the computing."""
+        message, compute = (self.activations, self.forward) if pass_ == "forward" else (self.gradients, self.backward)
+        receiver: Lane = "stage 1" if pass_ == "forward" else "stage 0"
+        free, idle, computed = 0.0, after, list[Interval]()
+        for i, moment in enumerate(ready):
+            posted = 0.0 if self.ahead else idle + self.one_way
+            start = max(moment, free, posted)
+            free = start + message
+            spans.append(Interval(lane, pass_, i, start, free))
+            begin = max(free + self.one_way, idle)
+            idle = begin + compute
+            computed.append(Interval(receiver, pass_, i, begin, idle))
+        spans += computed
+        return computed
+
+
+def message_seconds(tokens: int, channels: int, bits: float, mbit: float) -> float:
+    """Return the seconds of one message of `tokens` tokens in `bits` bits per element, on a link of `mbit` Mbit/s."""
+    return tokens * channels * bits / (mbit * 1e6 * TCP_SHARE)
 
 
 def steps() -> dict[str, tuple[str, TwoStageStep]]:
@@ -71,7 +185,16 @@ def timeline(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=True, axis="x")
     panels[-1].set_xlabel("seconds of one step: 4 micro-batches of 1024 tokens, C = 128, 25 Mbit/s (computed)")
-    _key(figure, theme)
+    from matplotlib.patches import Patch
+
+    forward = theme.others[2]
+    parts = {
+        "forward": forward,
+        "backward": mixed(forward, theme.surface, 0.5),
+        "message, FP32": theme.formats["fp32"],
+        "message, TAHQuant": theme.formats["tah-quant"],
+    }
+    _legend(figure, [Patch(color=colour) for colour in parts.values()], list(parts), columns=4)
 
 
 def _bar(axes: Axes, theme: Theme, span: Interval, message: str) -> None:
@@ -89,19 +212,6 @@ def _bar(axes: Axes, theme: Theme, span: Interval, message: str) -> None:
             middle, LANES.index(span.lane) + 0.03, str(span.micro_batch), color=ink, fontsize=SMALL - 1,
             ha="center", va="center",
         )  # fmt: skip
-
-
-def _key(figure: Figure, theme: Theme) -> None:
-    from matplotlib.patches import Patch
-
-    forward = theme.others[2]
-    parts = {
-        "forward": forward,
-        "backward": mixed(forward, theme.surface, 0.5),
-        "message, FP32": theme.formats["fp32"],
-        "message, TAHQuant": theme.formats["tah-quant"],
-    }
-    _legend(figure, [Patch(color=colour) for colour in parts.values()], list(parts), columns=4)
 
 
 def groups(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
@@ -153,8 +263,9 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         for directions in (16, 32):
             axes.axvline(directions, color=theme.muted, linewidth=0.8, linestyle=":")
             shares = [row["outside"][directions] for row in rows]
+            text = f"{directions}: {100 * min(shares):.2g} to {100 * max(shares):.2g} %"
             axes.annotate(
-                f"{directions}: {_range(shares)}", (directions, max(shares)), (6, 6), textcoords="offset points",
+                text, (directions, max(shares)), (6, 6), textcoords="offset points",
                 fontsize=SMALL, color=theme.ink, va="bottom", bbox=_behind(theme),
             )  # fmt: skip
         axes.set_yscale("log")
@@ -167,10 +278,6 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         axes.set_xlabel("directions, of 256 channels")
     panels[0].set_ylabel("energy outside")
     _legend(figure, *panels[0].get_legend_handles_labels())
-
-
-def _range(shares: Sequence[float]) -> str:
-    return f"{100 * min(shares):.2g} to {100 * max(shares):.2g} %"
 
 
 def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
@@ -270,3 +377,62 @@ def themed(theme: Theme) -> AbstractContextManager[None]:
     from matplotlib import rc_context
 
     return rc_context(cast(Any, theme.settings()))
+
+
+def recorded() -> Mapping[str, Sequence[Row]]:
+    """Return the rows that the pictures show, by the name of their file."""
+    return {path.stem: Report.read_json(path).rows for path in sorted(DATA.glob("*.json"))}
+
+
+def draw(folder: Path = FIGURES) -> None:
+    """Write every picture, NAME-light.svg and NAME-dark.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = recorded()
+    for name in PICTURES:
+        for theme in THEMES.values():
+            figure = figure_of(name, theme, data)
+            with themed(theme):
+                figure.savefig(folder / f"{name}-{theme.name}.svg", metadata={"Date": None})
+
+
+def record(checkpoint: str, text: Sequence[str], path: Path) -> None:
+    """Run a model on one message of a text, and record the tensors at its boundaries.
+
+    Args:
+        checkpoint: local folder with a Hugging Face checkpoint.
+        text: files that it was not trained on.
+        path: of the JSON file. Rows have `boundary`, `direction` and `outside`: the share of energy that the best k
+            directions leave out, for k from 0 to `KEPT`. The forward row of the middle boundary also has `token`: the
+            channels of one token.
+    """
+    config = ModelConfig(pretrained=checkpoint)
+    data = load_data(DataConfig(text=tuple(text), tokenizer="bytes", sequence=SEQUENCE, batch=BATCH, held_out_share=0))
+    model = build_model(config, vocab=vocabulary(config, data.tokenizer.size), sequence=SEQUENCE, seed=0)
+    batch = data.train.batch(spread_evenly(BATCH, len(data.train)))
+    rows: list[dict[str, Any]] = []
+    for direction, tensors in zip(("forward", "backward"), capture(model, *batch, stages=STAGES), strict=True):
+        for boundary, x in enumerate(tensors):
+            shares = [round(share, 7) for share in outside(x)[: KEPT + 1].tolist()]
+            rows.append({"boundary": boundary, "direction": direction, "shape": list(x.shape), "outside": shares})
+            if direction == "forward" and boundary == STAGES // 2 - 1:
+                rows[-1]["token"] = [round(value, 4) for value in x[0, TOKEN].tolist()]
+    settings = {"stages": STAGES, "sequence": SEQUENCE, "batch": BATCH}
+    Report(command="concepts record", settings=settings, machine=machine(), rows=rows).write_json(path)
+
+
+def main() -> None:
+    """Draw, or record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.concepts", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command")
+    recording = commands.add_parser("record", help="run a model on a text and record what its boundaries carry")
+    recording.add_argument("checkpoint", help="local folder with a Hugging Face checkpoint")
+    recording.add_argument("text", nargs="+", help="files that it was not trained on")
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        record(arguments.checkpoint, arguments.text, DATA / "boundaries.json")
+    else:
+        draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The pictures of docs/concepts, drawn by `python -m benchmarks.concepts` from computed steps and recorded data."""
