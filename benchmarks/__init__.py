@@ -1,7 +1,5 @@
 """Benchmarks that only developers of lowbit run: `python -m benchmarks NAME ...`, with the runner of `lowbit bench`."""
 
-from __future__ import annotations
-
 COMMANDS = {
     "race": "benchmarks.race",
     "real": "benchmarks.real",

@@ -4,8 +4,6 @@
 after each change of the rate (Mbit/s, round trip 40 ms). `100~15` is a rate that wobbles by 15 %.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

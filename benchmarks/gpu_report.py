@@ -4,8 +4,6 @@ Runs the GPU tests, then benchmarks of codecs, memory and training, each in a pr
 says which steps failed; the others still run. Rows are kept as JSON in runs/gpu-report.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@ It needs Megatron-Core but no GPU: the CPU takes the place of Megatron's GPU. Th
 layers, of this rank's sizes and with the same weights, and no fused gate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

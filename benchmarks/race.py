@@ -9,8 +9,6 @@ link, and processes, in which they take turns. Only a format's own training step
 Held-out text is evaluated with full precision at the boundaries.
 """
 
-from __future__ import annotations
-
 import statistics
 import sysconfig
 import tempfile

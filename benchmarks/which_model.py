@@ -4,8 +4,6 @@ Nothing is trained: two layers of each model, with random weights, are measured 
 docs/start/data/which-model.json, and the tables of docs/start/which-model.md are written from them.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

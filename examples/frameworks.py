@@ -3,8 +3,6 @@
 python examples/frameworks.py trainer --steps 20
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The codec sends what differs from each feature's running mean. Two boundaries ar
 pipeline of three ranks. Takes three to six minutes of processor time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from typing import Any

@@ -4,8 +4,6 @@ At the width of a phone and of a desk, in light and in dark: no page scrolls sid
 answered, by the site alone. The search finds a public name. Without chromium it ends with one line that says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

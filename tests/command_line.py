@@ -1,7 +1,5 @@
 """The command line within this process, for tests."""
 
-from __future__ import annotations
-
 import io
 import os
 from contextlib import redirect_stderr, redirect_stdout

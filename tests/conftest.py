@@ -1,7 +1,5 @@
 """Fixtures that several folders of tests share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

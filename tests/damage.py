@@ -1,7 +1,5 @@
 """Messages that change on their way: what a sender has sealed is changed before it leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

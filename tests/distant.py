@@ -1,7 +1,5 @@
 """A link with a distance: a proxy, in a process of its own, that holds every byte back for a while each way."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

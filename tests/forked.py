@@ -3,8 +3,6 @@
 Importing PyTorch, its pipelining and transformers takes a process seconds of processor time; the tests start a hundred.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

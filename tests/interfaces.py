@@ -3,8 +3,6 @@
 `python -m tests.interfaces MBIT OPTIONS` makes such a run over a link of a rate, with the options of `lowbit train`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

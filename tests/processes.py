@@ -1,7 +1,5 @@
 """Real processes for tests of several ranks: started once, talking over real sockets, used by many tests."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """Calls that must be refused: one table for a package's wrong settings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

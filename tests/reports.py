@@ -5,8 +5,6 @@ with hostile names. At the width of a phone and of a desk, in light and in dark:
 nothing is asked of the network, and the figures are drawn. Without chromium it ends with one line that says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -1,7 +1,5 @@
 """What the package index makes of the README: nothing is dropped, and every address holds outside the repository."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from typing import Any

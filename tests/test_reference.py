@@ -1,7 +1,5 @@
 """The reference pages are those of the commands, the settings and the public names as they are now."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 `make test-docs` builds the site first; `make test` leaves these tests out.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from dataclasses import dataclass, field

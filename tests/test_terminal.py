@@ -1,7 +1,5 @@
 """No text of a file, a name, a variable or a peer reaches the terminal raw, whichever command shows it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

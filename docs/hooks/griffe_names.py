@@ -1,7 +1,5 @@
 """What the API reference knows of the source beyond what griffe reads from it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Set

@@ -4,8 +4,6 @@ Both follow from `[tool.lowbit]` in pyproject.toml: `repository`, such as https:
 `documentation`, which are empty until they exist.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -3,8 +3,6 @@
 `tests/test_reference.py` compares the committed pages with these.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Hooks of the documentation site: pages made of files at the repository's root, links, pictures, addresses."""
 
-from __future__ import annotations
-
 import os
 import posixpath
 import re

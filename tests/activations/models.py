@@ -1,7 +1,5 @@
 """Models small enough for tests, what autograd saves of them, and gradients the slow and obvious way."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator

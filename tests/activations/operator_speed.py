@@ -4,8 +4,6 @@ Prints nanoseconds for each element, the median of some rounds in which every op
 `--device cuda` on a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A Llama that is split over pipeline, tensor and data: bytes kept and errors of gradients, next to one process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

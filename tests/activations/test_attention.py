@@ -1,7 +1,5 @@
 """Attention that is written out as products and softmax: gradients, what is kept, and what users put in between."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref

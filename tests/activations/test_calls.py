@@ -1,7 +1,5 @@
 """Functions of a compressed model may be called in each way that PyTorch allows."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Checkpointed layers: gradients, what they keep, random numbers, and what cannot run again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

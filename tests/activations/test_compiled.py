@@ -1,7 +1,5 @@
 """`torch.compile(fullgraph=True)` of compressed models."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

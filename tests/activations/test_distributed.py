@@ -1,7 +1,5 @@
 """Compressed activations on several ranks: the same gradients as in one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

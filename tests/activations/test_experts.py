@@ -1,7 +1,5 @@
 """Mixture-of-experts layers in few bits: what is kept, gradients, routing, and what stays as it is."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import inspect

@@ -1,7 +1,5 @@
 """Floors for the families that people train, with random weights: bytes that are kept, and the error of gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

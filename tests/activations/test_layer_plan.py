@@ -1,7 +1,5 @@
 """Plans of memory: files, models that they are for, and gradients with them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """How long payloads and decoded copies live."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules that are called or changed in ways of their own: results are those of the modules themselves."""
 
-from __future__ import annotations
-
 import copy
 import io
 from dataclasses import replace

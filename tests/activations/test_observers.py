@@ -1,7 +1,5 @@
 """What users put between compressed operators sees and changes the gradients that it would see and change without."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

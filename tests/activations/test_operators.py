@@ -1,7 +1,5 @@
 """Norms and gated activations: gradients against autograd's, kernels against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`compress_saved_`: gradients, what is saved, and what it composes with, in one process."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

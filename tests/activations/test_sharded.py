@@ -1,7 +1,5 @@
 """Functions of DTensors, whose shards need not be even: what they save, and their gradients."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What a user can fix is one line; a fault in lowbit keeps its traceback."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Help: where to begin, and for every option of every command what it means, what is allowed and its default."""
 
-from __future__ import annotations
-
 import dataclasses
 import email.message
 import importlib.metadata

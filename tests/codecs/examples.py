@@ -13,8 +13,6 @@ An `examples.py` holds, each for the tests in brackets:
   name of the class, as they do by default. `layout(codec, shape)` tells them the sections of a payload.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What holds for every codec: sizes, shapes, dtypes, strides, bad input, fingerprints, sessions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Codecs of other packages that keep state; and what is wrong with one is a line that names it."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Payloads do not change: every backend makes the frozen bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton kernels give the reference's bytes: on a GPU where there is one, else in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal

@@ -1,7 +1,5 @@
 """Formats by name: lowbit's own and those of installed packages; and settings that are refused by a name's codec."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

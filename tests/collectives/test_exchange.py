@@ -1,7 +1,5 @@
 """Lanes of an exchange between real ranks, their memory, and checksums of what collectives send."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

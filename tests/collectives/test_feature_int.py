@@ -1,7 +1,5 @@
 """Sums of partial sums that every rank codes with scales of its own: what a loop over ranks gives, to the bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups that torch.distributed has not made, as torchft's: bare, behind a wrapper, in another order than the job's."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

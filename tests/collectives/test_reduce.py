@@ -1,7 +1,5 @@
 """Sums in few bits: right, the same on all ranks, and the same error on all ranks where there is none."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Count the messages that a rank sends, and compare what all ranks have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

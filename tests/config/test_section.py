@@ -1,7 +1,5 @@
 """A section checks itself when it is made, and says in one line what is wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tomllib

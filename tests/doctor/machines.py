@@ -1,7 +1,5 @@
 """Machines that run `lowbit doctor`: processes, each on a host of a link or all on this one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

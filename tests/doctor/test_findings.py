@@ -1,7 +1,5 @@
 """What the page says about what the machines found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

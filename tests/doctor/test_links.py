@@ -1,7 +1,5 @@
 """The verdict on real links: two network namespaces, real TCP, and losses and rates of an emulated distance."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Machines that meet on this one, and what they do with bytes of others."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

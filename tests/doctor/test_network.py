@@ -1,7 +1,5 @@
 """What is wrong between two machines is named rightly: two network namespaces with real ports and a real link."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import time

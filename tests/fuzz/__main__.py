@@ -1,7 +1,5 @@
 """Attack decoders in processes that may crash, and say what they survived."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -4,8 +4,6 @@ A case is made of a seed and a number alone. Each format says in `hostile()`, in
 how it is attacked.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Tensors in memory between two pages that may not be touched, with poison where there is room beside them."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import math

@@ -1,7 +1,5 @@
 """Sessions that remember messages, under hostile ones: also such as know the digests, and several in a row."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

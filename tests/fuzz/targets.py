@@ -1,7 +1,5 @@
 """Hostile payloads, and what is attacked with them without a session: decoding, adding into, summing, encoding."""
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Decoders survive hostile bytes; and the harness would tell if they did not."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from collections.abc import Callable

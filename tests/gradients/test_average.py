@@ -1,7 +1,5 @@
 """Means of stored gradients: the bytes that a slow, obvious computation gives, and one error where there are none."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

@@ -1,7 +1,5 @@
 """DDP and FSDP2 with gradients in few bits: near to what 32 bits give, and the same on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any

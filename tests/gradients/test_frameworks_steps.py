@@ -1,7 +1,5 @@
 """Training loops that know nothing of `GradientStorage`: PyTorch's own clipping, scaling and steps."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

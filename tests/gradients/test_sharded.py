@@ -1,7 +1,5 @@
 """`GradientStorage` of sharded parameters (FSDP2, tensor-parallel layers), and optimizers of `torch.distributed`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Replicas for the tests of torchft: processes that train a small model, each with a manager, on data of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Written for the tests: layers, groups and contexts do what vLLM's do, on Gloo, and nothing more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Transformers' ways to generate text with low-bit sums: real tensor-parallel ranks, a small model that has learned."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Of Megatron's, what asks for a GPU is replaced by the CPU: `torch.zeros(device="
 `torch.cuda.current_device` and `torch.cuda.synchronize` in its own communicator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Saved activations and stored gradients of Megatron-Core's own layers, without CUDA."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

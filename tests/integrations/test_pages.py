@@ -3,8 +3,6 @@
 A block names them behind its language: ```py torchft torchrun=2.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

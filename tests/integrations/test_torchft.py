@@ -1,7 +1,5 @@
 """`lowbit.integrations.torchft`: replicas in real processes that die, stop, return and contradict each other."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import signal

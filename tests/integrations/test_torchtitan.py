@@ -1,7 +1,5 @@
 """`lowbit.integrations.torchtitan` under TorchTitan's own `Trainer`, schedules and parallelize function."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from collections.abc import Callable, Iterator

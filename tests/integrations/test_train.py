@@ -1,7 +1,5 @@
 """`lowbit train` with replicas that come and go: whole runs in processes, one of which is killed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

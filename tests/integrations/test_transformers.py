@@ -1,7 +1,5 @@
 """Few bits between the stages of Transformers' pipeline: real processes over Gloo, small models that have learned."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import time

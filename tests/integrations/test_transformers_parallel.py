@@ -1,7 +1,5 @@
 """Tensor parallelism in hosts and a pipeline between them: four real processes, a small model that has learned."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """`lowbit.integrations.vllm` in a stand-in for vLLM, on real ranks: what is coded, what vLLM sums, what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -4,8 +4,6 @@ What of it assumes CUDA is replaced: the module of the device, and `torch.distri
 lacks. There `schedule.step` does not take micro-batches either, so `pp_forward_backward_step` hands over whole batches.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect

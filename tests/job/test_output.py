@@ -1,7 +1,5 @@
 """`lowbit.job.output`: a program goes on, whoever reads what it prints."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks that meet at a store, prove that they belong to a run, and join."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

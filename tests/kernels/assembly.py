@@ -4,8 +4,6 @@ Prints a row of JSON for each kernel: instructions for each element (straight th
 often as it stands there), registers of a thread, bytes spilled, and what would break the reference's rounding.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The kernels compile for a real GPU, also where there is none, into what their design promises."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

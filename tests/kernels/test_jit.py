@@ -1,7 +1,5 @@
 """Kernels are compiled once for all processes of a machine."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Schemas, fake implementations, argument checks and the choice of a backend."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tensors in and bytes out at one end of a boundary, and the reverse at the other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

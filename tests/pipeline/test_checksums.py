@@ -1,7 +1,5 @@
 """Damage on the way between two stages: noticed over every transport, before an optimizer uses what came of it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Codecs inside one process give the numbers of the pipeline."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """What senders follow: activations and gradients that cross, for weights, and for rates that reach a goal in loss."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, cast
 from unittest import mock

@@ -1,7 +1,5 @@
 """Ranks that do not fit together, and ranks that die: the same clear error everywhere, and no hang."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Passes that differ from one to the next: other schedules over the same stages, other batches in the same schedule."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

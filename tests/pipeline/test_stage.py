@@ -1,7 +1,5 @@
 """`LowBitStage` under PyTorch's schedules, on real ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

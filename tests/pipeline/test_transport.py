@@ -1,7 +1,5 @@
 """Messages with tags and early, or in the schedule's order; over a slow link faster than the stock stage's."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One thread for tests of small models: several wait at each operation for cores on which other tests compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Micro-batches in flight, and bits within a budget, compared with all combinations there are."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

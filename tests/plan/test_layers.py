@@ -1,7 +1,5 @@
 """Costs measured on a model, predicted peaks, and what each layer keeps within a limit."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Clusters, and the plan for one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """From a plan to a run that has its bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from lowbit.activations import LayerPlan

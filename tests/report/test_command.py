@@ -1,7 +1,5 @@
 """The runner that all commands share: rows as they come, files that are gone on with, comparisons."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Pages of runs and results: what they say, what they escape, and what they make of broken folders."""
 
-from __future__ import annotations
-
 import gzip
 import html
 import json

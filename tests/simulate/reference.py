@@ -1,7 +1,5 @@
 """A slow simulator of a step, written to be obviously right: it asks at every moment what can begin."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The simulation of a step: orders of PyTorch, steps by hand, and every moment of a slow simulator."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

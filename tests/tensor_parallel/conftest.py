@@ -1,7 +1,5 @@
 """One thread for all tests, as ranks have it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny models for tensor-parallel tests: a toy with a plan of its own, and a Llama."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

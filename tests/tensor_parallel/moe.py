@@ -1,7 +1,5 @@
 """Tiny mixture-of-experts models with random weights, and how Transformers cuts them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Ranges, features and files of calibrations, against slow and obvious references."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the drift monitor samples, when it warns, and where it shows that."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

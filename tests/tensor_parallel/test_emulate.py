@@ -2,8 +2,6 @@
 their inputs instead of their partial sums.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers of experts on real ranks: every sum is coded and counted, as in one process, and near the engine's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

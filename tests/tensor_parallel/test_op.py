@@ -1,7 +1,5 @@
 """Sums as one operator: graphs without breaks, the engine's bytes below the thresholds, NaN, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Row-wise layers with quantized weights on real ranks: found by what they return, calibrated, coded and counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

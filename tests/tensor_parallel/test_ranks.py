@@ -1,7 +1,5 @@
 """Real ranks over real sockets: the same logits on all of them, and the same as in one process, bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Thresholds: decided by what the slowest rank measures, the same on all of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

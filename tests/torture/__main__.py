@@ -10,8 +10,6 @@ Trials of one `--seed` are the same each time, except for the speed of the machi
 `--folder`. Exits with 1 if one failed. Needs root, for the small disks that run full.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported: no threads, so that processes can fork

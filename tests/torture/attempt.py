@@ -5,8 +5,6 @@ has its own session, environment, open files and host, and ends as an interprete
 `subprocess` is forked from the supervisor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import inspect

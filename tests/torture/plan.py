@@ -1,7 +1,5 @@
 """The faults, the shapes of a run, and the trials of a seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

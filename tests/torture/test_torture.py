@@ -1,7 +1,5 @@
 """What the trials are judged by, without a trial."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

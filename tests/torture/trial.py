@@ -3,8 +3,6 @@
 Checks: ranks end in time with one clear line each, nothing is lost, and losses are bit-identical.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses

@@ -1,7 +1,5 @@
 """One rank of the runs of `test_connections`: `lowbit train` on machines that may forbid BBR."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Training runs small enough for tests, and functions that the ranks of a test execute."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`run.method = "agoq"`: saved activations, gradients and optimizer of AGoQ in one setting."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Formats that choose themselves: the choice, its agreement, resumes, and links whose rate changes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

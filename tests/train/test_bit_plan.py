@@ -1,7 +1,5 @@
 """A plan's file in a run: what fits is in effect, anything else is one line, and all ranks have the same bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

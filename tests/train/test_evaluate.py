@@ -1,7 +1,5 @@
 """Held-out loss in the pipeline, and a goal in loss that a run measures and keeps."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

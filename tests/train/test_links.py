@@ -1,7 +1,5 @@
 """The links between machines: traffic and waiting on each, and what a run does about those that lose packets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

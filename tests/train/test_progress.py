@@ -1,7 +1,5 @@
 """Progress: what a line says, when a log gets one, and which ranks show it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pty

@@ -1,7 +1,5 @@
 """The page that a run leaves: at its end, and when it fails."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

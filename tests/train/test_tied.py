@@ -1,7 +1,5 @@
 """A tied embedding in a pipeline: rows cross the link, and training is that of a single process."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

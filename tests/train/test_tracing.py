@@ -1,7 +1,5 @@
 """Traces of real ranks: spans lie one inside another and account for the step."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run says that it has sent: the whole of it, of every mode, and of the whole run after a resume."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import string

@@ -1,7 +1,5 @@
 """A machine of a tutorial: a shell on a host of a slow link, with a home folder of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

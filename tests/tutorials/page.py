@@ -1,7 +1,5 @@
 """The commands and outputs of a tutorial, by section, and the machine that each belongs to."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

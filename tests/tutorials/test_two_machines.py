@@ -1,7 +1,5 @@
 """docs/tutorials/two-machines.md, typed into two machines: network namespaces joined by a link of 25 Mbit/s."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks compare what they hold to be true, say the same when it differs, and need few round trips for it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

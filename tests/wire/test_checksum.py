@@ -1,7 +1,5 @@
 """Eight bytes behind a message."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Messages over several connections for each pair of ranks; what connections lose, and how they control congestion."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """From the neighbour that a rank sees fail to the rank that failed first."""
 
-from __future__ import annotations
-
 import json
 import time
 

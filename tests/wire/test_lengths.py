@@ -1,7 +1,5 @@
 """Lengths of messages and their tags: which can meet, and one error on both ranks, with both lengths, if they don't."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Single messages between two ranks, what is measured with them, and values of all ranks."""
 
-from __future__ import annotations
-
 import math
 import time
 from types import SimpleNamespace

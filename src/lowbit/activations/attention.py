@@ -6,8 +6,6 @@ save the same payloads again, and only dropout keeps tensors of the size tokens 
 dtypes of the forward pass, in which a mask with the lowest float32 stays finite.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Counts the bytes that autograd saves for backward, by layer type, and names functions that save whole tensors."""
 
-from __future__ import annotations
-
 import re
 import threading
 import weakref

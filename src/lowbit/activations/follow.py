@@ -9,8 +9,6 @@ modules each save a payload of their own input. They share no table of recipes; 
 the compiler computes the payload once.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

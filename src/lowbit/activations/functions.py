@@ -4,8 +4,6 @@ Forward computes from the unrounded inputs. Everything is saved through `save_fo
 hooks and checkpointing see it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

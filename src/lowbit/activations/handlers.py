@@ -3,8 +3,6 @@
 Norms and activation functions often consist of many torch functions, so their modules are replaced as a whole.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the handler gets the shards as plain tensors, and its result becomes a DTensor a
 local shape saves. The gradients have the same placements as with DTensor's own functions.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -4,8 +4,6 @@ The outputs for a few numbers are compared with the formulas. Weights are neithe
 on any device, including meta.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The command line: parse, call, show. A command's modules are imported only when it is chosen."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The commands of `lowbit`, and groups of commands under one word."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, metadata

@@ -1,7 +1,5 @@
 """Make command-line options from a section: one for each field, such as `--model.dim 128`, with complete help."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

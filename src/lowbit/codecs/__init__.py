@@ -1,7 +1,5 @@
 """Codecs: each encodes a tensor into a number of bytes that is known beforehand, and decodes it."""
 
-from __future__ import annotations
-
 from lowbit.codecs.aq_sgd.codec import AQSGD
 from lowbit.codecs.base import Codec, Session, StatefulCodec, Summable
 from lowbit.codecs.block_float8.codec import BlockFloat8

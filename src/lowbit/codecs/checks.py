@@ -1,7 +1,5 @@
 """Checks of settings and tensors that codecs share: an error names the argument, its value, and what is allowed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Default formats."""
 
-from __future__ import annotations
-
 from lowbit.codecs.base import Codec
 from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.codecs.transform_quant.codec import TransformQuant

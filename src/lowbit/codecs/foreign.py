@@ -1,7 +1,5 @@
 """Guard codecs of other packages: errors name the codec, and return values are checked before they are used."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields

@@ -10,8 +10,6 @@ Entry points name code that the user has installed, and are loaded when the user
 process load code: they only compare fingerprints.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

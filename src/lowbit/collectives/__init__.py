@@ -1,7 +1,5 @@
 """Low-bit sums over ranks, with agreement before the first byte and errors that name the rank that failed."""
 
-from __future__ import annotations
-
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from lowbit.wire.agreement import agree

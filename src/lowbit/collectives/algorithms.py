@@ -1,7 +1,5 @@
 """Algorithms of low-bit sums: the order of encoding, sending, adding and decoding, independent of the transport."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

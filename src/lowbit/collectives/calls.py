@@ -4,8 +4,6 @@ All ranks agree on a new kind of call (shape, dtype, codec, algorithm, ...) befo
 long checks whether another rank is in a different one, so that ranks whose programs diverge get the same error.
 """
 
-from __future__ import annotations
-
 import atexit
 import concurrent.futures
 import contextlib

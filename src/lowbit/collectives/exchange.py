@@ -4,8 +4,6 @@
 failed. Other backends match messages by order, so `CollectiveExchange` makes each lane one all-to-all or all-gather.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field

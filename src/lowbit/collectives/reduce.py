@@ -3,8 +3,6 @@
 Arguments are checked in the caller: an error on the calls' thread would end the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Literal

@@ -8,8 +8,6 @@ class ModelConfig:
 resolve(ModelConfig, "model.toml", [("dim", "128")])
 """
 
-from __future__ import annotations
-
 from lowbit.config.section import (
     ConfigError,
     NonNegative,

@@ -1,7 +1,5 @@
 """Write files whole or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

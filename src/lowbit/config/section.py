@@ -1,7 +1,5 @@
 """Sections of a configuration: frozen values that pydantic checks on construction, read from TOML and written as it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """`lowbit doctor`: derives what is wrong, where, and how to fix it, and describes the machines in cluster.toml."""
 
-from __future__ import annotations
-
 import ipaddress
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence

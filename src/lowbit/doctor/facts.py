@@ -1,7 +1,5 @@
 """What machines state to each other: facts about themselves, and how fast they compute and code."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Brings the machines together in the store that `lowbit train` would use, where they exchange messages."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Settings of `lowbit doctor`."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Annotated

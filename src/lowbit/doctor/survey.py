@@ -1,7 +1,5 @@
 """Surveys the machines together: facts, ports, links and speeds. All machines end with the same survey."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

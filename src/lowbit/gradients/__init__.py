@@ -1,7 +1,5 @@
 """Low-bit gradients: stored between micro-batches, and averaged over data-parallel ranks."""
 
-from __future__ import annotations
-
 from lowbit.gradients.data_parallel import LowBitReduceScatter, all_reduce_hook
 from lowbit.gradients.storage import GradientStorage
 

@@ -1,7 +1,5 @@
 """Average stored gradients over ranks; their payloads are sent as they are stored."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

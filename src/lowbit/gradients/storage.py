@@ -1,7 +1,5 @@
 """`GradientStorage`: accumulate gradients in a codec's payloads instead of in `.grad`."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import weakref

@@ -3,8 +3,6 @@
 The modules import their engines, so none is imported here. Each names the extra that installs its engine.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import operator

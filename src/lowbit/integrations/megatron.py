@@ -4,8 +4,6 @@ Megatron's schedules take the communicator as an argument (`p2p_communicator=`),
 that stages send to each other. `LowBitP2PCommunicator` overrides the one method that all of these call.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ stages, and `parallelize_fn` applies tensor parallelism, checkpointing, compilat
 returns the spec with both wrapped. Nothing of TorchTitan is copied or permanently changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -9,8 +9,6 @@ Ranks 0 and 1 share the first half of the layers, ranks 2 and 3 the second. Star
 the layers of the whole model. `load_parallel` gives it those of the stage.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ A pipe that nobody reads is full after 64 KiB, and blocks the thread that prints
 torchft's, whose heartbeats stop). A reader that is gone, or a full disk, would end the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

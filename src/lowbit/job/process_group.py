@@ -4,8 +4,6 @@ The store is torchrun's, our launcher's, or rank 0's, and anybody can write to i
 proves to all others that it knows the run's secret, and nothing that ranks read there is ever unpickled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -4,8 +4,6 @@ A package such as `lowbit.codecs.group_int` holds an operator's definition in pl
 the same name, its numba kernel (`cpu.py`) and its Triton kernel (`gpu.py`).
 """
 
-from __future__ import annotations
-
 from lowbit.kernels.operators import Operator, apart, backend, implementation, operator
 
 __all__ = ["Operator", "apart", "backend", "implementation", "operator"]

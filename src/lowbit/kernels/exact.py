@@ -3,8 +3,6 @@
 Each step is one IEEE float32 operation with one rounding, in the order written; sums are sums of integers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Operators fill or read tensors that the caller allocated, so they allocate no ou
 registered with `torch.library`, with their checks as fake implementation, so that `torch.compile` can trace them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import importlib

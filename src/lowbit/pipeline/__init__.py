@@ -1,7 +1,5 @@
 """Pipeline parallelism whose stages communicate in few bits, under PyTorch's schedules or emulated in one process."""
 
-from __future__ import annotations
-
 from lowbit.pipeline.emulate import Emulation, emulate_
 from lowbit.pipeline.stage import LowBitStage
 from lowbit.wire.checksum import DamagedError

@@ -4,8 +4,6 @@ Its `States` last between messages: sessions, and the parameters that the sender
 processes, so a pipeline and its emulation in one process run this same code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The lanes of one stage (up to four `Lane`s: two directions of two boundaries), and the messages of a pass."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

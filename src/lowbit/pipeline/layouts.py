@@ -3,8 +3,6 @@
 They are JSON of a fixed size, not pickled: a peer must not decide which code runs or how much memory is taken.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import weakref

@@ -4,8 +4,6 @@ The rank with the first stage announces each pass's configuration (`Configuratio
 On a new one all ranks agree; if layouts are not declared, after each stage has run its module once (a trial).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import deque

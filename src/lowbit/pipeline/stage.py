@@ -4,8 +4,6 @@
 codes the tensors, and a `Transport` moves the payloads. None of these calls the stage back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Layers are alike, so a few are measured once with each choice, and the peak of a
 only one order counts: layers whose backward takes the most beyond what they keep come first, where the least is held.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

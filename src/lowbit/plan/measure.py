@@ -1,7 +1,5 @@
 """Measures a model for a plan: bytes and gradient errors by layer type and bits, and every allocation of a step."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

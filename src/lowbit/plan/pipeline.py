@@ -1,7 +1,5 @@
 """`lowbit plan pipeline`: chooses stages, schedule and formats for a cluster, and predicts the speed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Predicts time and memory of a choice of stages, schedule and formats on a cluster, and searches for the best."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Measures a model's parts: parameters, operations and saved activations of a layer and of both ends."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -3,8 +3,6 @@
 One `Command` declares a command: settings, a function that measures, columns and baselines.
 """
 
-from __future__ import annotations
-
 from lowbit.report.command import (
     Baseline,
     Column,

@@ -4,8 +4,6 @@ The page contains Plotly's library, compressed; the browser unpacks it. A conten
 using the network, and from running any script but its own.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import gzip

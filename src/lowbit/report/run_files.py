@@ -1,7 +1,5 @@
 """Read what a folder of `lowbit train` holds; a file that cannot be read is left out and named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

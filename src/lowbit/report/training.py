@@ -1,7 +1,5 @@
 """Pages about runs of `lowbit train`: one run, or several compared."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections import Counter

@@ -1,7 +1,5 @@
 """The actions of a schedule: PyTorch's own lists, and the same as arrays for a simulation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `lowbit plan pipeline` predicts a step on a cluster before a run; `pipeline.forward = "auto"` predicts it in a run.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

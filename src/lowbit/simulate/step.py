@@ -4,8 +4,6 @@ At the end of a step all ranks send their metrics to rank 0, which sends the sum
 A step is the time between two sums, and simulating one from sum to sum gives the steady state.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tensor-parallel inference with a low-bit all-reduce: calibrate, run or emulate, and watch for drift."""
 
-from __future__ import annotations
-
 from lowbit.tensor_parallel.calibrate import calibrate
 from lowbit.tensor_parallel.calibration import Calibration, CalibrationError
 from lowbit.tensor_parallel.cut import emulate_tensor_parallel_, tensor_parallel_

@@ -1,7 +1,5 @@
 """Cuts a whole model by its own plan: over real ranks, or emulated in one process, on CPU bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Computes an identity of a model that is the same for the whole model and for its shards on several ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

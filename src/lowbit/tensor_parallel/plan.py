@@ -1,7 +1,5 @@
 """Derives from a model's own plan which layers and parameters tensor parallelism cuts, and how."""
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import itertools

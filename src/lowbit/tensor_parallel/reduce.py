@@ -1,7 +1,5 @@
 """How sums travel over ranks: settings, measured thresholds, and the sums themselves, also in one process."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import statistics

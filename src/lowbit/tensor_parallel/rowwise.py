@@ -1,7 +1,5 @@
 """Sums of layers on real ranks: operators that are opaque to graphs, and forwards that add up in few bits."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence

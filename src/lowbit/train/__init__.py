@@ -5,8 +5,6 @@ summary = run(config)       # starts local ranks; under torchrun, runs one
 summary = train(config)     # on every rank of a launched environment (RANK, WORLD_SIZE, MASTER_*)
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from lowbit.config import ConfigError

@@ -1,7 +1,5 @@
 """Choose the bits of each stage's saved activations, from the configuration or the plan file that it names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

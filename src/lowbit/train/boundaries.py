@@ -1,7 +1,5 @@
 """Make the codecs of a run's boundaries from its configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

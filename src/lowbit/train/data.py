@@ -6,8 +6,6 @@ Every rank computes the sample ids of a step from the seed and the step number. 
 and a run that resumes at step N sees exactly the samples that it would have seen.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import logging

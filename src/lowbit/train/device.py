@@ -1,7 +1,5 @@
 """Choose a rank's device, its precision, and the backend of its messages."""
 
-from __future__ import annotations
-
 import logging
 import os
 

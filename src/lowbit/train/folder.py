@@ -4,8 +4,6 @@ Every process that writes into the folder appends the names of its files to `low
 run locks that file for as long as it writes into the folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

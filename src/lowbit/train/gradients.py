@@ -4,8 +4,6 @@ They are held in `.grad` or in few bits. Each pipeline trains on its own share o
 pipeline, rank r of the run has place r mod P in replica r div P.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The identity of a run: everything that its losses depend on, by configuration key; and its changes on a resume."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

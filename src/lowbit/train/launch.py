@@ -5,8 +5,6 @@ of their own and, when they fail, restarts them with `run.resume = "auto"`. Seve
 supervisor: the ranks of each attempt meet as at the first start, and early ones wait for the others.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The layout of a pipeline: which rank holds which stages, and which stage holds which layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lowbit.config import ConfigError

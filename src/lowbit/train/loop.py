@@ -1,7 +1,5 @@
 """A whole run on one rank: training, evaluation, checkpoints and output files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """AdamW, its learning rate, and the norm of gradients over all ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

@@ -1,7 +1,5 @@
 """Check a run as far as that needs no peers, before a process group or another process exists."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path

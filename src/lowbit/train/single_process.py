@@ -1,7 +1,5 @@
 """Train a whole model in one process: the recipe of `lowbit train` without ranks, for measurements and tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol

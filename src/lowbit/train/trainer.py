@@ -1,7 +1,5 @@
 """Training on one rank: its stages of the model, its share of the data, and its optimizer."""
 
-from __future__ import annotations
-
 import math
 import resource
 import time

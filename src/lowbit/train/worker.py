@@ -1,7 +1,5 @@
 """`python -m lowbit.train.worker` is one rank of a run, which reads its configuration from standard input."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lowbit.job.launch import work

@@ -4,8 +4,6 @@ They cover the payload, the message's place and the run's secret (LOWBIT_SECRET)
 on a device. This is not a message authentication code: an attacker who can read the traffic can forge it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import hmac

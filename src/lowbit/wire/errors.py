@@ -1,7 +1,5 @@
 """Errors that involve several ranks, and formatting of errors."""
 
-from __future__ import annotations
-
 from lowbit.terminal import lines
 
 

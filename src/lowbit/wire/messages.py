@@ -7,8 +7,6 @@ last to finish a step and the first to begin the next: it continues at once, whe
 round trips. The functions at the end measure round trip, clock offset and rate of the link between two ranks.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 import statistics

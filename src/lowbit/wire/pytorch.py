@@ -4,8 +4,6 @@ PyTorch's functions refuse a foreign group, which `torch.distributed` has not ma
 work. It has its own store and rank numbers, and may exist without a default group.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The store that the ranks share: calls with a time limit, and append-only boards that all ranks read."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -3,8 +3,6 @@
 tag = 32 * channel + size class            0 <= tag < 2^31; each kind of message has its own channels
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Counters of what a stage sent, and of the time and memory it took; and the trace of a rank: when it did what."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Benchmarks: the module of each declares a `lowbit.report.Command`; `lowbit bench NAME` runs it."""
 
-from __future__ import annotations
-
 COMMANDS = {
     "pipeline": "lowbit_lab.bench.pipeline",
     "codecs": "lowbit_lab.bench.codecs",

@@ -7,8 +7,6 @@ Stateful formats have a session at either end. Their error is that of the first 
 measures later ones).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -8,8 +8,6 @@ A seed sets weights and data order for every format, so each run is compared wit
 written as runs finish; a repeated call skips them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import logging

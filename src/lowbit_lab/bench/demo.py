@@ -5,8 +5,6 @@ times on each link for the same time: with PyTorch's stage in FP32; with `LowBit
 overlap gains; and with the formats that `forward = "auto"` chooses, which shows what few bits gain.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

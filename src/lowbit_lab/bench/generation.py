@@ -4,8 +4,6 @@ The hosts read a prompt (prefill) and then generate tokens (decode): as stages o
 or both. All formats generate with the same weights in the same processes and take turns, round after round.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One rank of `lowbit bench generation`: its part of a Transformers model for each format, with shared weights."""
 
-from __future__ import annotations
-
 import copy
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`lowbit bench gradients`: gradient averaging over emulated slow links, by format."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics

@@ -4,8 +4,6 @@ Every method trains the same model from the same weights on the same tokens, in 
 that of the process's resident pages in a step, minus those before the model was created; on a GPU, the allocator's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import itertools

@@ -4,8 +4,6 @@ Bytes of models by depth are PyTorch's own allocations, so they are exact (`lowb
 methods run on the same model and tokens in turn, so that their times can be compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import ctypes

@@ -5,8 +5,6 @@ round, so that other work on the machine slows all of them alike. PyTorch's own 
 with the same bits, because part of the gain is scheduling: receives posted early, sends not waited for.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence

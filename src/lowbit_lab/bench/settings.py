@@ -1,7 +1,5 @@
 """Shared parts of benchmarks: types of settings, checks, and columns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal

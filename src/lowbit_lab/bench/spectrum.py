@@ -5,8 +5,6 @@ boundary go through the sessions of every format, message after message, as in a
 compared with the rate-distortion bound of the same messages at the same error.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ All formats work in the same processes and take turns, round after round, so tha
 of them alike.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

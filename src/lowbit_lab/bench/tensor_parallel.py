@@ -1,7 +1,5 @@
 """`lowbit bench tensor-parallel`: tensor-parallel sums over emulated slow links, by message size."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

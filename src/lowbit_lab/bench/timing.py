@@ -1,7 +1,5 @@
 """Compare times of operations: they take turns, so that a busy moment slows all of them, and caches are cold."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Pages about the results of `lowbit bench`, `evaluate`, `calibrate` and `plan`: one file, or several compared."""
 
-from __future__ import annotations
-
 import base64
 import importlib
 import io

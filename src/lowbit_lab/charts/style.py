@@ -1,7 +1,5 @@
 """Style of figures: two themes, sizes for a page 700 pixels wide, and a colour and a name for each format."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

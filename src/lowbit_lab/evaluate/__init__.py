@@ -3,8 +3,6 @@
 `commands.CALIBRATE` and `commands.EVALUATE` are the commands `lowbit calibrate` and `lowbit evaluate`.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

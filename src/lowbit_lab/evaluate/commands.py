@@ -1,7 +1,5 @@
 """`lowbit calibrate` and `lowbit evaluate`: their tables and charts. PyTorch is imported only when they run."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import os

@@ -1,7 +1,5 @@
 """What is measured on a model: perplexity and logits, greedy generation, errors of sums, and nearest neighbours."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

@@ -1,7 +1,5 @@
 """Settings of `lowbit calibrate` and `lowbit evaluate`. No import of PyTorch here: the command line uses it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Examples of `AQSGD` for the tests of all formats."""
 
-from __future__ import annotations
-
 from lowbit.codecs import AQSGD, BlockFloat8, GroupInt, TAHQuant
 from tests.fuzz.sessions import Differences
 from tests.fuzz.targets import Target

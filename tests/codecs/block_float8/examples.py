@@ -1,7 +1,5 @@
 """Examples of `BlockFloat8` for the tests of all formats."""
 
-from __future__ import annotations
-
 import math
 
 import torch

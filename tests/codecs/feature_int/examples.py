@@ -1,7 +1,5 @@
 """Examples of `FeatureInt` for the tests of all formats."""
 
-from __future__ import annotations
-
 import torch
 
 from lowbit.codecs import FeatureInt

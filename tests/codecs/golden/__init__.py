@@ -4,8 +4,6 @@
 `payload_version` of its codec, and its old file removed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Write the golden payloads that are missing."""
 
-from __future__ import annotations
-
 from lowbit import kernels
 from tests.codecs.examples import every
 

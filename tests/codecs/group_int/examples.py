@@ -1,7 +1,5 @@
 """Examples of `GroupInt` for the tests of all formats."""
 
-from __future__ import annotations
-
 import math
 
 import torch

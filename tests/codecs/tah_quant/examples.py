@@ -1,7 +1,5 @@
 """Examples of `TAHQuant` for the tests of all formats."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

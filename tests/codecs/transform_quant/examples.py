@@ -1,7 +1,5 @@
 """Examples of `TransformQuant` for the tests of all formats."""
 
-from __future__ import annotations
-
 from lowbit.codecs import TransformQuant
 from lowbit.kernels.layout import Layout
 from tests.fuzz.guard import Shape

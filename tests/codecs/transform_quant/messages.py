@@ -1,7 +1,5 @@
 """Tokens, and the two ends of a boundary that learn directions from them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A basis that is renewed and followed: kernels do what the reference does, and both ends' part to the last bit."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 On a GPU where there is one, else in Triton's interpreter, which takes 20 ms or more for each step of a stream.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from types import ModuleType

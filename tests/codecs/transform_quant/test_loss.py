@@ -1,7 +1,5 @@
 """`TransformQuant(bits="auto", nats=...)`: a rate by what the error is expected to cost of the loss."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

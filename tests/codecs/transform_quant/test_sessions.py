@@ -1,7 +1,5 @@
 """Ends that learn directions from the messages between them; lost, repeated, reordered or changed ones are errors."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The tables of the entropy coder and the bytes of a stream: the same on every machine."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

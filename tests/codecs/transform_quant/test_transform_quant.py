@@ -1,7 +1,5 @@
 """Tokens in a basis that both ends hold, one step with dither, entropy-coded to a rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Where the error goes: weights follow what crosses the other way, and sinks are coded as finely as other tokens."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 

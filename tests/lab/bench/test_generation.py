@@ -1,7 +1,5 @@
 """`lowbit bench generation`: one small real run, the arithmetic of its rows, and its settings."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

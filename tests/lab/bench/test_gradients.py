@@ -1,7 +1,5 @@
 """`lowbit bench gradients`: one small real run, and its settings."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`lowbit bench tensor-parallel`: one small real run, and its settings."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

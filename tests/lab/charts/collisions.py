@@ -1,7 +1,5 @@
 """What is wrong with the texts of a figure."""
 
-from __future__ import annotations
-
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 

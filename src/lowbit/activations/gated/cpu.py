@@ -8,8 +8,6 @@ calls of the C library would take ten times as long. Their errors are the larges
 gives NaN.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ A program holds some groups of gate and up in registers, so that each element is
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

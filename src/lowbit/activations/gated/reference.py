@@ -5,8 +5,6 @@ act(gate) * up; `up` may be None, with its payload and gradient: act(gate).
 Payloads, precision and dtypes: as in `lowbit.activations.norm.reference`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

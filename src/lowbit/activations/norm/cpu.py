@@ -5,8 +5,6 @@ normalized row are computed from there. Groups that span two rows are decoded fo
 is made first, in a separate pass.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

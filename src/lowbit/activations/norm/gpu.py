@@ -7,8 +7,6 @@ span two rows, payloads are made and decoded in a separate launch.
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ differently, within a few float32 steps. Unlike in decoders of messages, results
 scalers look for. Tensors of one call may differ in dtype, not in shape. Shape suffixes: N rows, C channels.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

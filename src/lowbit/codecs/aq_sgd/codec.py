@@ -1,7 +1,5 @@
 """`AQSGD`: encode the change since the sample was last seen; a baseline that needs much memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`BlockFloat8` on the CPU: one pass, block by block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

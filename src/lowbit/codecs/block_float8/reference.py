@@ -6,8 +6,6 @@ and code = (e - lowest) 2^bits + r, in which a carry out of r moves into the exp
 N elements, G blocks of L.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

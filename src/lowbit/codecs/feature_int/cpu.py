@@ -5,8 +5,6 @@ the codes of the k + 1 runs between the outliers are moved together. Moves copy 
 its run, the next one overwrites.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ neighbours in it are neighbours in a row, except for outliers in between.
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import triton

@@ -5,8 +5,6 @@ the other features, then the outliers, both ascending. Shape suffixes: N rows of
 bfloat16 (the outliers), and M as codes; R ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`GroupInt` on the CPU: one pass, block by block of groups."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -2,8 +2,6 @@
 
 # pyright: reportGeneralTypeIssues=false
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -3,8 +3,6 @@
 Shape suffixes: N elements, G groups of L.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """`TAHQuant` on the CPU: encoding measures all tiles, chooses their widths, and writes their codes."""
 
-from __future__ import annotations
-
 import functools
 from collections import namedtuple
 from typing import Any

@@ -7,8 +7,6 @@ token's entropy, the choice, the codes. Decoding is always one.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

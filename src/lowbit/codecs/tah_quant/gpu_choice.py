@@ -2,8 +2,6 @@
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

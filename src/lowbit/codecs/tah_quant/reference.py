@@ -3,8 +3,6 @@
 Shape suffixes: R rows (tokens), T tiles of E elements, C channels; K bytes of a tile's codes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

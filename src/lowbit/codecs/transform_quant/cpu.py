@@ -4,8 +4,6 @@ Elementwise work on coefficients is vectorised, row after row. The entropy coder
 that does nothing else; it takes the states of `LANES` coders in turn, so that a processor overlaps several.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from itertools import chain

@@ -15,8 +15,6 @@ the first to the last, gives the signs: each pivot gets the one that makes it la
 The sums that decide are float64, so that all machines find the same signs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Choices of a `TransformQuant` sender: scales of channels and tokens, the step that fills a payload, own weights."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ device, which later kernels read, and attempts that are not needed do nothing.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

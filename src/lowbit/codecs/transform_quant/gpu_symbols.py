@@ -6,8 +6,6 @@ lane for each of its states.
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -19,8 +19,6 @@ sensitive to errors in the largest. Without gradients, weights are then channels
 Shape suffixes: R rows (tokens), C channels.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from typing import Any

@@ -13,8 +13,6 @@ every machine to the last bit: they are computed in float64 with only sums, prod
 because IEEE arithmetic defines their results exactly; it does not define those of a library's exponential function.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple

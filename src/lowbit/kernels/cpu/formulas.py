@@ -4,8 +4,6 @@ Every function takes a builder and operands, either scalars or vectors. Its anno
 `lowbit.kernels.cpu.operations` makes it a function for kernels.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from llvmlite import ir

@@ -8,8 +8,6 @@ loops. So kernels take addresses instead of arrays, and elementwise formulas are
 no lock, and a busy host slows them no further.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

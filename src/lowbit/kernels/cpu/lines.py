@@ -4,8 +4,6 @@ Other dtypes than float32 are converted through a line of float32 numbers that s
 such lines, which may be computed in any order.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -4,8 +4,6 @@ Addresses need not be aligned, because the sections of a payload may start at an
 tables are passed as addresses, too: asking NumPy for one costs more than a small kernel.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The formulas of `lowbit.kernels.cpu.formulas` as functions for kernels, with the types of their annotations."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, get_type_hints
 

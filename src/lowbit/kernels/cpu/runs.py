@@ -7,8 +7,6 @@ vectorises by itself are slower, above all for their preambles.
 Arguments are addresses: `x`, `y`, `s` of float32 numbers, `codes` of scratch with a byte for each element of a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ lane, whatever the widths, and a lane that holds whole runs needs no other lane.
 for each of their tiles, token after token (`lanes`).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

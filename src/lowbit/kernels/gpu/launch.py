@@ -1,7 +1,5 @@
 """Launch kernels on the tensor's device and the current stream, without fusing multiply and add."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any

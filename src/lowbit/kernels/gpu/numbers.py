@@ -5,8 +5,6 @@ correctly (`/` would be approximate). To round to an integer, add a power of two
 integer.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton import knobs

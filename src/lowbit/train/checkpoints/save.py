@@ -3,8 +3,6 @@
 A share is a folder with named tensors in safetensors' format, and a manifest with their digest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

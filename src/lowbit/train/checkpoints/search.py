@@ -1,7 +1,5 @@
 """Find the step to resume from: the newest of which the ranks together have all shares intact, on any disks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
