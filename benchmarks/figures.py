@@ -1,7 +1,5 @@
 """`python -m benchmarks figures`: draw the figures of the documentation again, from the recorded rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +48,7 @@ class Figures:
     summary = "Draw the figures of the documentation again, from the recorded rows."
     examples = ("python -m benchmarks figures",)
 
-    def parser(self, program: str) -> Parser:
+    def parser(self, program: str) -> "Parser":
         """Return the parser of its command line."""
         from lowbit.cli.parser import Parser
 

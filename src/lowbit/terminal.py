@@ -14,8 +14,6 @@ encoded. It keeps all other Unicode.
 This module imports nothing heavy, since every command begins with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import logging
@@ -138,7 +136,7 @@ class Filter:
         return getattr(self.stream, "rich_proxied_file", self.stream)
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False) -> "Console":
     """Make a rich console for foreign text: without markup, emoji names and control characters."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment

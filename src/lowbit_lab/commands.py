@@ -1,7 +1,5 @@
 """The laboratory's commands. A command's imports are delayed until it is chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,7 @@ class Demo:
     summary = "Train over slow links in FP32 and in few bits."
     examples: tuple[str, ...] = ("lowbit demo", "lowbit demo --output runs/my-demo")
 
-    def parser(self, program: str) -> Parser:
+    def parser(self, program: str) -> "Parser":
         """Return the parser of its command line."""
         from lowbit.cli.parser import Parser
         from lowbit.config import section

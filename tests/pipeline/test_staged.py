@@ -1,7 +1,5 @@
 """Payloads that pass through the host's memory on streams that run late, and on those of a GPU where there is one."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -59,7 +57,7 @@ class Late:
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
-    def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, Copied]:
+    def to_host(self, payload: Tensor, room: int) -> "tuple[Tensor, Copied]":
         assert self.stream == "leaving"
         host, copied = self.host_buffer(payload.numel() + room), Copied(self.error)
         payload = payload.clone()
@@ -224,7 +222,7 @@ class Stream:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
 

@@ -1,7 +1,5 @@
 """A small model, cut into stages, and the schedules to run it under."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -115,7 +113,7 @@ class Run:
     def last(self) -> bool:
         return any(stage.is_last for stage in self.stages)
 
-    def restarted(self) -> Run:
+    def restarted(self) -> "Run":
         """A new pipeline that continues from this one's weights and codec states."""
         run = Run(self.schedule, self.make, self.kind, self.group, self.device, self.losses)
         for new, old in zip(run.stages, self.stages, strict=True):

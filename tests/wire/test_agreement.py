@@ -13,12 +13,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import (  # pyright: ignore
-    FileStore,
-    HashStore,
-    PrefixStore,
-    TCPStore,  # pyright: ignore
-)
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
 from lowbit.collectives import AgreementError, PeerError, agree
 from lowbit.wire.agreement import Agreement, contradictions

@@ -5,8 +5,6 @@ layer's input. When backward reads the first slot, the layer runs again from the
 Every slot is emptied when it is read; reading it once more makes the layer run again.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading
@@ -103,7 +101,7 @@ class _Slot:
 
     __slots__ = ("__weakref__", "call", "value")
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: "_Call") -> None:
         self.call = call
         self.value: Tensor | None = None
 

@@ -3,8 +3,6 @@
 A plan by stage is one whose stages each treat all of their modules alike.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -134,7 +132,7 @@ class LayerPlan:
                 raise ValueError(f"made_for[{name!r}] is {value!r}; allowed: a short text, a number, a boolean or None")
 
     @classmethod
-    def by_stage(cls, bits: Sequence[Mapping[str, Any]], *, layers: Sequence[int], group: int = 64) -> LayerPlan:
+    def by_stage(cls, bits: Sequence[Mapping[str, Any]], *, layers: Sequence[int], group: int = 64) -> "LayerPlan":
         """A plan with the same bits for all modules of a stage, as AGoQ has it (arXiv 2605.00539).
 
         Args:
@@ -229,7 +227,7 @@ class LayerPlan:
             part.unlink(missing_ok=True)
 
     @classmethod
-    def read(cls, path: str | Path) -> LayerPlan:
+    def read(cls, path: str | Path) -> "LayerPlan":
         """Read a plan that `write` wrote. The file need not be trusted: its size and contents are checked.
 
         Raises:

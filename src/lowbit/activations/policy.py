@@ -3,8 +3,6 @@
 Tensors that need more than 8 bits in groups: `WithRemainder` has more bits, `WithRows` exact tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +44,7 @@ class WithRemainder(Summable):
         """The format of the remainder, which is centred on zero."""
         return GroupInt(bits=MORE, group=self.first.group, symmetric=True)
 
-    def nearest(self) -> WithRemainder:
+    def nearest(self) -> "WithRemainder":
         return WithRemainder(first=self.first.nearest())
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
@@ -95,7 +93,7 @@ class WithRows(Summable):
 
     inner: GroupInt | WithRemainder
 
-    def nearest(self) -> WithRows:
+    def nearest(self) -> "WithRows":
         return WithRows(inner=self.inner.nearest())
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
@@ -262,7 +260,7 @@ class LayerAware:
         object.__setattr__(self, "layers", dict(self.layers))
 
     @classmethod
-    def published(cls) -> LayerAware:
+    def published(cls) -> "LayerAware":
         """Return AGoQ's bits: 4 for norms, activation functions, gates and linear layers; attention is not coded.
 
         These are from the abstract and published summaries of arXiv 2605.00539. They do not state the rest, which is

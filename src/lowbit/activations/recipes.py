@@ -6,8 +6,6 @@ tensors instead: three projections of a norm's output all save the payload of th
 of a tensor have recipes derived from its own.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import weakref
@@ -250,7 +248,7 @@ class Recipe:
     """
 
     def __init__(
-        self, form: Form, saved: SavedTensors, *, weak: bool = False, parent: Recipe | None = None
+        self, form: Form, saved: SavedTensors, *, weak: bool = False, parent: "Recipe | None" = None
     ) -> None:  # fmt: skip
         self.form, self.rebuilt, self._parent, self._weak = form, Rebuilt(form), parent, weak
         self._references = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in saved]
@@ -288,7 +286,7 @@ class Recipe:
 
     def derived(
         self, shape: torch.Size, function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dtype | None = None
-    ) -> Recipe:
+    ) -> "Recipe":
         """The recipe of a function of this tensor, in this shape and dtype, and of tensors without a gradient."""
         part = Operand(self.rebuilt, shape, len(self.saved() or ()), dtype)
         return Recipe(Computed((part,), function), tensors, parent=self)

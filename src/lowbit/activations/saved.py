@@ -5,8 +5,6 @@ gates: PyTorch does not pass it autograd functions written in Python, but `apply
 imported: functions that are not loaded are not used.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import Counter
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from lowbit.activations.layer_plan import LayerPlan
 
 
-def compress_saved_(model: nn.Module, policy: LayerAware | LayerPlan | None = None) -> Compressed:
+def compress_saved_(model: nn.Module, policy: "LayerAware | LayerPlan | None" = None) -> "Compressed":
     """Save a model's activations for backward in few bits; changes the model in place.
 
     Forward uses unrounded activations. Its results are unchanged, except for the last bits where norms and activation
@@ -86,7 +84,7 @@ def compress_saved_(model: nn.Module, policy: LayerAware | LayerPlan | None = No
     return policy.apply_(model)
 
 
-def compress(model: nn.Module, policy: LayerAware) -> Compressed:
+def compress(model: nn.Module, policy: LayerAware) -> "Compressed":
     """`compress_saved_` with a policy."""
     check_new(model)
     _ask_first()

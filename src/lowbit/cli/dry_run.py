@@ -1,7 +1,5 @@
 """`lowbit train --dry-run`: check a configuration as far as that needs no peers, and print the run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 _WIDE = 4096  # stands for a width that is unknown before the run; all formats can code it
 
 
-def dry_run(config: TrainConfig) -> None:
+def dry_run(config: "TrainConfig") -> None:
     """Check a run and print it without starting it; under torchrun, the first rank prints.
 
     The tokens of the text are written to `run.output`, where the run finds them.
@@ -89,7 +87,7 @@ def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield f"{name} {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else ""), text
 
 
-def _described(codec: Codec, shape: tuple[int, int, int | None]) -> str:
+def _described(codec: "Codec", shape: tuple[int, int, int | None]) -> str:
     """Describe a codec with its bits per element, if they are known before the run."""
     rows, sequence, width = shape
     if width is None or not codec.settled:

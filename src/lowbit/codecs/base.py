@@ -4,8 +4,6 @@ Its fields are its whole configuration. Two kinds of codecs can do more: a `Stat
 messages of a `Session`, and payloads of a `Summable` can be summed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -53,7 +51,7 @@ class Codec(ABC):
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         """Write the tensor in `payload` to `out` (contiguous, not empty), or add it to `out`."""
 
-    def for_gradients(self) -> Codec | None:
+    def for_gradients(self) -> "Codec | None":
         """Return the gradients' format for this format of activations; None: the default of `backward_codec`."""
         return None
 
@@ -134,7 +132,7 @@ class Codec(ABC):
         text = f"{type(self).__name__}/{self.payload_version}/{self!r}{inner}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
+    def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> "Session":
         """Start a session for messages of one shape and dtype, in one direction of one boundary."""
         return Session(self, torch.Size(shape), dtype, torch.device(device))
 
@@ -188,7 +186,7 @@ class Session:
         """Upper bound of the bytes of any message of this session."""
         return self._nbytes
 
-    def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+    def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> "Session":
         """Return a session for another shape that shares the state of this one; see `StatefulCodec.shared_by`."""
         return self.codec.open(shape=shape, dtype=dtype, device=self.device)
 
@@ -299,7 +297,7 @@ class StatefulCodec(Codec):
         """
         return 0
 
-    def settle(self, choice: int) -> StatefulCodec:
+    def settle(self, choice: int) -> "StatefulCodec":
         """Return the codec with this choice made; a settled codec returns itself."""
         return self
 

@@ -1,7 +1,5 @@
 """Take optimizer steps with stored gradients for a portion of the parameters at a time, whoever calls `step`."""
 
-from __future__ import annotations
-
 import functools
 import math
 import weakref
@@ -26,7 +24,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 storages: weakref.WeakSet[Any] = weakref.WeakSet()
 """The open `GradientStorage`s, whose `check_step` is called before each step of an optimizer."""
-under_way: dict[int, Portions] = {}
+under_way: "dict[int, Portions]" = {}
 """Steps by the id of their optimizer. During a step, `.grad` is not what the backward pass left."""
 
 
@@ -72,7 +70,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             finish(step)
 
 
-def finish(*steps: Portions) -> None:
+def finish(*steps: "Portions") -> None:
     """Put the stored gradients back into `.grad` after a step, or without arguments after all failed ones."""
     for step in steps or list(under_way.values()):
         if under_way.pop(id(step.optimizer), None) is not None:

@@ -1,7 +1,5 @@
 """One parameter's gradient as a payload, and as its `.grad`; shards of DTensors (FSDP2, tensor parallel); portions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -185,7 +183,7 @@ class StoredGradient(Tensor):
     nearest: Summable
 
     @staticmethod
-    def __new__(cls, like: Tensor, stored: Stored, codec: Summable, nearest: Summable) -> StoredGradient:
+    def __new__(cls, like: Tensor, stored: Stored, codec: Summable, nearest: Summable) -> "StoredGradient":
         view = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         view.stored, view.codec, view.nearest = stored, codec, nearest
         return view
@@ -235,14 +233,14 @@ class StoredGradient(Tensor):
             )
         return _on_decoded(func, args, kwargs)
 
-    def _scale(self, factor: float, *, divide: bool) -> StoredGradient:
+    def _scale(self, factor: float, *, divide: bool) -> "StoredGradient":
         self._check_current()
         if divide:
             factor = 1 / factor if factor else math.inf
         self.stored.factor *= factor
         return self
 
-    def _add(self, other: Any, alpha: Any) -> StoredGradient:
+    def _add(self, other: Any, alpha: Any) -> "StoredGradient":
         self._check_current()
         if not isinstance(other, Tensor):
             other = torch.tensor(other, device=self.device)

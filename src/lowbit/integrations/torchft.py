@@ -4,8 +4,6 @@
 `DistributedDataParallel`, `OptimizerWrapper`, `LocalSGD`, `DiLoCo` with fragments, and process groups for FSDP.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -296,7 +294,7 @@ class _Stated:
     store: str
 
     @classmethod
-    def read(cls, handle: str, place: int) -> _Stated:
+    def read(cls, handle: str, place: int) -> "_Stated":
         """Parse a handle, which may come from an untrusted sender."""
         try:
             value = json.loads(handle)

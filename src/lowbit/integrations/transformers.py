@@ -13,8 +13,6 @@ model's dtype, and the last stage sends the logits to all others. `low_bit_pipel
   cache is. If that belongs to another stage, the cache would always look empty, and padding masks would be wrong.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect
@@ -62,7 +60,7 @@ _STRANGE = ("assistant_model", "custom_generate")  # arguments of `generate` tha
 
 def low_bit_pipeline_(
     model: nn.Module, codec: Codec | None = None, *, timeout: float = 120.0, checksums: bool = True
-) -> LowBitPipelineStage:
+) -> "LowBitPipelineStage":
     """Send the hidden states between the stages of a Transformers model as payloads of a codec.
 
     Call it on every rank, after `from_pretrained(..., distributed_config=DistributedConfig(pp_size=...))`; another call

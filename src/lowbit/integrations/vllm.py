@@ -11,8 +11,6 @@ scheduler sends to all ranks, so all ranks decide the same.
 Nothing changes unless `LOWBIT_VLLM` is set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json
@@ -94,7 +92,7 @@ class VllmSettings:
             raise ValueError(f"check is {self.check!r}; allowed: a number above 0, such as 0.2")
 
     @classmethod
-    def of(cls, given: object, where: str) -> VllmSettings:
+    def of(cls, given: object, where: str) -> "VllmSettings":
         """Read settings from a JSON object, which was found at `where`; ValueError names what is wrong."""
         names = [each.name for each in dataclasses.fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
@@ -164,7 +162,7 @@ def register() -> None:
     registry.PluggableLayer.register_oot(name=_BASE)(_subclass(linear.RowParallelLinear))
 
 
-def row_sums() -> RowSums | None:
+def row_sums() -> "RowSums | None":
     """The sums of this process's model; None before vLLM has built one."""
     return _current
 

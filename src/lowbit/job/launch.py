@@ -4,8 +4,6 @@ A rank's order is a line on standard input, which stays open: when the launcher 
 A rank writes signs of life to a pipe twice a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -157,7 +155,7 @@ def start_one(program: RankProgram) -> None:
     _watch([Process(program, int(os.environ.get("RANK", "0")), {})])
 
 
-def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
+def _watch(processes: list[Process], alarm: "Alarm | None" = None) -> None:
     """Wait for all processes; end them when a signal arrives, or once one has failed, which is a LaunchError."""
     try:
         with _signals_noted(processes) as signals:
@@ -179,7 +177,7 @@ def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
     raise LaunchError(reason + others, code, interrupted=bool(signals))
 
 
-def _wait(processes: list[Process], alarm: Alarm | None, signals: list[signal.Signals]) -> Process | None:
+def _wait(processes: list[Process], alarm: "Alarm | None", signals: list[signal.Signals]) -> Process | None:
     failed, deadline, last = None, float("inf"), time.monotonic()
     while any(p.code is None for p in processes) and time.monotonic() < deadline and not signals:
         now = time.monotonic()

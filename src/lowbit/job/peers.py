@@ -4,8 +4,6 @@ The beat thread alone calls the store. The guard thread calls nothing that can b
 own (a process that was stopped blames nobody), and after the time limit or an unheeded alarm it ends the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -52,7 +50,7 @@ class Cause(NamedTuple):
         return json.dumps([*self, signature(secret, attempt, *self)])
 
     @classmethod
-    def read(cls, written: object, secret: bytes, attempts: Iterable[str]) -> Cause | None:
+    def read(cls, written: object, secret: bytes, attempts: Iterable[str]) -> "Cause | None":
         """Parse a signed text; None unless it was signed with the secret in one of these attempts."""
         with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
             rank, text, alone, signed = json.loads(written)  # pyright: ignore[reportArgumentType]

@@ -9,8 +9,6 @@ bits that is w bytes long holds, from its low bits up, elements j, j + w, j + 2 
 neighbours in registers, so that packing vectorises.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +32,7 @@ class Layout:
     nbytes: int
 
     @staticmethod
-    def of(**sizes: int) -> Layout:
+    def of(**sizes: int) -> "Layout":
         """Lay sections of the given sizes (bytes) one after the other; a section of 0 bytes costs nothing."""
         offsets, end = {}, 0
         for name, size in sizes.items():

@@ -1,7 +1,5 @@
 """Arguments that a pipeline and its emulation share: formats, warm-up, sample ids; and the kinds of steps."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,7 +35,7 @@ class StepKind:
     looking: bool = False
 
     @classmethod
-    def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> StepKind:
+    def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> "StepKind":
         """Return the kind of a training step, or of an evaluation pass, that follows `step` training steps."""
         left = warmup_steps - step if training else 0
         return cls(training, step < warmup_steps, settling=left == 1, looking=left == 2)

@@ -1,7 +1,5 @@
 """A pipeline's codecs within one process, to measure their accuracy without a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +26,7 @@ def emulate_(
     backward: Codecs | None = None,
     warmup_steps: int = 0,
     in_evaluation: bool = True,
-) -> Emulation:
+) -> "Emulation":
     """Put a pipeline's codecs after some modules of a model, in place.
 
     The outputs of these modules, and their gradients, then pass through the same sessions as between the ranks of a

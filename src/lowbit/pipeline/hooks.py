@@ -4,8 +4,6 @@ PyTorch's preparation of stages differs by version and pickles what peers send. 
 `_run_pass` instead, and all methods that would need what is prepared there are overridden.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import sys
@@ -49,7 +47,7 @@ class HookedStage(PipelineStage):
         self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
 
     @abstractmethod
-    def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
+    def _run_pass(self, stages: "Sequence[HookedStage]", batch: Batch, body: Callable[[], None]) -> None:
         """Run a pass of all stages of this rank, ascending: `use` layouts, then call `body`, the schedule's part."""
 
     # Overrides of PyTorch's methods, in the order of a step.

@@ -5,8 +5,6 @@ for none of them, except in the thread that sends: bytes cannot leave before the
 rules without CUDA; `CudaStreams` only the CUDA part, so that tests can replace it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
@@ -158,7 +156,7 @@ class Transport(ABC):
 
 def choose(
     group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
-) -> Early | InOrder:
+) -> "Early | InOrder":
     """Create the transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for a GPU)."""
     device = torch.device(device)
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))

@@ -1,7 +1,5 @@
 """A cluster: machines with their speed and memory, and the links between them, read from `cluster.toml`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -145,12 +143,12 @@ class Cluster:
                 raise ConfigError(f"the cluster has two links between {what}; allowed: one")
 
     @classmethod
-    def read(cls, path: str | Path) -> Cluster:
+    def read(cls, path: str | Path) -> "Cluster":
         """Read `cluster.toml`: a list of `[[machine]]` and one of `[[link]]`; ConfigError if it is not valid."""
         return cls.from_mapping(read_toml(Path(path)), str(path))
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], path: str = "the cluster") -> Cluster:
+    def from_mapping(cls, values: Mapping[str, Any], path: str = "the cluster") -> "Cluster":
         """Build a cluster from the values of such a file; `path` is its name in errors."""
         if unknown := set(values) - {"machine", "link"}:
             raise ConfigError(f"{path} has {', '.join(sorted(unknown))}; known: [[machine]], [[link]]")

@@ -3,8 +3,6 @@
 Bytes are counted on two decoder layers of the real shape for each kind of stage; errors on the whole model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -209,7 +207,7 @@ def _by_stage(
     ]
 
 
-def _by_layer(settings: MemorySettings, meter: StageMeter, costs: Sequence[StageCost]) -> tuple[LayerPlan, list[Row]]:
+def _by_layer(settings: MemorySettings, meter: "StageMeter", costs: Sequence[StageCost]) -> tuple[LayerPlan, list[Row]]:
     held, layers = settings.held, LayerMeter(settings, meter)
     total = sum(cost.layers for cost in costs)
 

@@ -1,7 +1,5 @@
 """`calibrate`: observes a model's partial sums over sequences, and chooses their formats."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -285,7 +283,7 @@ def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGro
     }
 
 
-def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) -> dict[str, float]:
+def _effects(run: "_Run", codecs: Mapping[str, Codec], batches: Sequence[Tensor]) -> dict[str, float]:
     """Return, by layer, the squared relative error of the model's outputs when only this layer's sum is coded.
 
     The errors of the sums are not enough: sums are added to a residual stream whose size differs from token to token,
@@ -313,7 +311,7 @@ def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) 
 
 
 def _held_out(
-    calibration: Calibration, run: _Run, batches: Sequence[Tensor], before: int, report: Callable[[int], None]
+    calibration: Calibration, run: "_Run", batches: Sequence[Tensor], before: int, report: Callable[[int], None]
 ) -> dict[str, tuple[tuple[float, float], ...]]:
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in calibration.features}
     done = before

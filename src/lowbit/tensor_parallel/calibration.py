@@ -1,7 +1,5 @@
 """`Calibration`: ranges, means and formats of a model's partial sums, in memory and as a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -151,7 +149,7 @@ class Calibration:
         """Return the formats of inputs, by layer that sends inputs when its partial sums would be coded."""
         return {name: input_format(bits, group) for name, (bits, group, _) in self.inputs.items()}
 
-    def select(self, *, k: int | None = None, gain: str | None = None) -> Calibration:
+    def select(self, *, k: int | None = None, gain: str | None = None) -> "Calibration":
         """Return the same averages and bits with features chosen anew, as `calibrate` does; k=0: none in bfloat16.
 
         With another `gain`, ranges are computed differently, and everything that was chosen for the old ones is
@@ -166,7 +164,7 @@ class Calibration:
             return dataclasses.replace(self, **chosen, settings=settings).select(k=k)
         return dataclasses.replace(self, features=select(self.ranges, k), settings={**self.settings, "k": k})
 
-    def within(self, bits: float | None) -> Calibration:
+    def within(self, bits: float | None) -> "Calibration":
         """Return the same ranges and features with the bits of codes chosen anew for a budget, as `calibrate` does.
 
         Raises:
@@ -257,7 +255,7 @@ class Calibration:
             part.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: str | Path) -> Calibration:
+    def load(cls, path: str | Path) -> "Calibration":
         """Read a file that `save` wrote.
 
         Raises:

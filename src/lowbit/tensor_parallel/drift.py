@@ -1,7 +1,5 @@
 """`Drift`: checks whether a calibration still holds for the inputs of a running model."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence
@@ -123,7 +121,7 @@ class Drift:
         if not watched.warned:
             self._warn(layer, watched)
 
-    def report(self, group: dist.ProcessGroup | None = None) -> DriftReport:
+    def report(self, group: dist.ProcessGroup | None = None) -> "DriftReport":
         """Return the samples of this process; with a group, those of all its ranks, each of which must call this."""
         mine = [row for name, watched in self._layers.items() for row in self._rows(name, watched)]
         if group is not None:

@@ -5,8 +5,6 @@ heads. In 8 bits these take the bytes of the sums in 8 / W bits, and their error
 In return every rank keeps the layer's whole weight and computes W times as many products.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +59,7 @@ class Slices(Summable):
     def ranks(self) -> int:
         return self.world
 
-    def part(self, rank: int) -> Slices:
+    def part(self, rank: int) -> "Slices":
         return self if rank == self.rank else replace(self, rank=rank)
 
     def identity(self) -> str:

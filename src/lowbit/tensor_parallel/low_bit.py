@@ -1,7 +1,5 @@
 """Low-bit sums on real ranks: `low_bit_` for a loaded model, `low_bit_styles` for PyTorch's `parallelize_module`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,7 +123,7 @@ def low_bit_styles(
     *,
     settings: SumSettings | None = None,
     drift: Drift | None = None,
-) -> dict[str, LowBitRowwiseParallel]:
+) -> "dict[str, LowBitRowwiseParallel]":
     """Return styles for `parallelize_module(model, mesh, {**column_wise, **low_bit_styles(...)})`, by layer.
 
     Args:

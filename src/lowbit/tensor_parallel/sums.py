@@ -1,7 +1,5 @@
 """Lists the sums of a model over tensor-parallel ranks, for all code that encodes, counts, observes or names them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,7 +108,7 @@ def real_sums(model: nn.Module) -> dict[str, ModelSum]:
     return sums
 
 
-def _is_plain(name: str, module: nn.Linear, installed: Style | None) -> bool:
+def _is_plain(name: str, module: nn.Linear, installed: "Style | None") -> bool:
     """Whether this library can compute the partial sum itself; quantized layers do it as Transformers lets them."""
     if type(module).__module__.startswith("bitsandbytes"):
         raise ValueError(

@@ -4,8 +4,6 @@ A line is a prompt with its answer, or a conversation. A sample of n tokens take
 is the input of one token and the target of the next.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import json
@@ -56,7 +54,7 @@ class TextSample:
 
 
 def read_samples(
-    files: list[Path], *, limit: int, tokenizer: PreTrainedTokenizerBase | None
+    files: list[Path], *, limit: int, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> tuple[list[TextSample], int]:
     """Read the samples of all files up to the first line that does not fit; also return the number of bytes left out.
 
@@ -89,7 +87,7 @@ def read_samples(
     return samples, left_out
 
 
-def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
+def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None") -> TextSample:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -109,7 +107,7 @@ def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) 
     return TextSample((TextPart(record["prompt"], learned=False), TextPart(record[answers[0]], learned=True)))
 
 
-def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
+def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedTokenizerBase | None") -> TextSample:
     """Render a conversation with the tokenizer's chat template; the model learns the assistant's messages."""
     from jinja2 import TemplateError
 

@@ -8,8 +8,6 @@ formats chosen again. Where coding or computing takes as long as a step, nobody 
 so the links are also measured about twice a minute.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics
@@ -68,7 +66,7 @@ class FormatChoice:
     change: float | None = None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> FormatChoice:
+    def of(cls, values: Mapping[str, Any]) -> "FormatChoice":
         """Make a choice from JSON that `dataclasses.asdict` produced.
 
         Raises:
@@ -254,7 +252,7 @@ class Auto:
         choice: the last one; None before the first.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: "Trainer") -> None:
         self._trainer, self._config = trainer, trainer.config
         self._layout = trainer.layout
         self.choice: FormatChoice | None = None

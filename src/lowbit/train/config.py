@@ -3,8 +3,6 @@
 A section checks its values on construction; `lowbit.train.prepare` checks them against files, ranks and the model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
@@ -155,7 +153,7 @@ class PipelineConfig:
     layers: tuple[Positive, ...] = ()
     """Decoder layers of each stage, such as [5, 3], for machines of unequal speed or memory. If omitted, as equal as
     possible."""
-    schedule: Annotated[Schedule, BeforeValidator(lambda name: SCHEDULES.get(str(name).lower(), name))] = "1F1B"
+    schedule: "Annotated[Schedule, BeforeValidator(lambda name: SCHEDULES.get(str(name).lower(), name))]" = "1F1B"
     """Schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4
     """Micro-batches of a step in each pipeline."""

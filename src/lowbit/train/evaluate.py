@@ -6,8 +6,6 @@ of the difference, all ranks raise the rates together: half a bit for each facto
 to the square of the error.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
@@ -293,7 +291,7 @@ def judged(step: int, goal: float, differences: list[tuple[float, float]]) -> Ch
 class Goal:
     """Checks the goal of a run; every rank makes one and calls the same methods."""
 
-    def __init__(self, trainer: Trainer, nats: float) -> None:
+    def __init__(self, trainer: "Trainer", nats: float) -> None:
         self._trainer, self._nats = trainer, nats
         warmup, steps = trainer.config.codec_warmup_steps, trainer.config.run.steps
         self._steps = [warmup + after for after in AFTER if warmup + after < steps]

@@ -7,8 +7,6 @@ they use as many connections for each pair of ranks as make the slowest link fas
 or BBR, but never take connections away, so that nothing goes back and forth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -129,7 +127,7 @@ class Connections:
         control: congestion control of the ranks, such as "cubic", or "bbr, cubic" if they differ.
     """
 
-    def __init__(self, trainer: Trainer, rate: Callable[[], float], say: Callable[[str], None]) -> None:
+    def __init__(self, trainer: "Trainer", rate: Callable[[], float], say: Callable[[str], None]) -> None:
         self._trainer, self._rate, self._say = trainer, rate, say
         self._timeout = trainer.config.run.timeout_seconds
         self._wanted = trainer.config.run.connections

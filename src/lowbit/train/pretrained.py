@@ -4,8 +4,6 @@ The checks come before any communication: the configuration, and names, shapes a
 headers of their files. Code in a folder is never run, whatever its files ask for, and nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -93,7 +91,7 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def transformers_config(folder: str, key: str) -> PreTrainedConfig:
+def transformers_config(folder: str, key: str) -> "PreTrainedConfig":
     """Load the configuration of any model that Transformers supports."""
     from transformers import AutoConfig
 
@@ -263,7 +261,7 @@ class ByteTokenizer:
         """Return the bytes themselves, uint8."""
         return np.frombuffer(document, dtype=np.uint8)
 
-    def hugging_face(self) -> PreTrainedTokenizerBase:
+    def hugging_face(self) -> "PreTrainedTokenizerBase":
         """Return a byte-level tokenizer without merges, with the same ids."""
         from tokenizers import Tokenizer as Fast
         from tokenizers import decoders, models, pre_tokenizers
@@ -301,7 +299,7 @@ class FolderTokenizer:
             ids.append(self._tokenizer.eos_token_id)
         return np.asarray(ids, dtype=np.uint32)
 
-    def hugging_face(self) -> PreTrainedTokenizerBase:
+    def hugging_face(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer as it was loaded."""
         return self._tokenizer
 
@@ -318,7 +316,7 @@ def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
     return FolderTokenizer(name, key=key)
 
 
-def definition(tokenizer: PreTrainedTokenizerBase) -> str:
+def definition(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return vocabulary and rules as text; `repr` shows the folder instead."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     return fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))

@@ -1,7 +1,5 @@
 """Pipeline stages and their schedule: with lowbit's stages or, for comparison, PyTorch's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -60,7 +58,7 @@ class Pipeline:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: "Prepared",
         modules: dict[int, StageModule],
         storage: GradientStorage | None,
         group: dist.ProcessGroup | None,

@@ -10,8 +10,6 @@ the values are the changes since a row was last sent plus the coding error of th
 compared with the weight is not rounded away. In fp32, whole rows are sent, and a run has the losses of one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -77,7 +75,7 @@ class TiedWeights:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: "Prepared",
         modules: dict[int, StageModule],
         replicas: ReplicaGroups,
         *,

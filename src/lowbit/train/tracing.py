@@ -1,7 +1,5 @@
 """The trace of a run: a few steps of every rank on one clock, in files for Perfetto and Chrome."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json
@@ -31,7 +29,7 @@ def traced_steps(steps: int, *, start: int, warmup: int, count: int) -> range:
 class Tracing:
     """Traces steps of a trainer; every rank makes one and runs the same steps. Rank 0 writes into the folder."""
 
-    def __init__(self, trainer: Trainer, messages: Messages, folder: RunFolder, steps: range) -> None:
+    def __init__(self, trainer: "Trainer", messages: Messages, folder: RunFolder, steps: range) -> None:
         self._trainer, self._messages, self._folder, self._steps = trainer, messages, folder, steps
         self._trace = Trace()
         self._before: Trip | None = None

@@ -6,8 +6,6 @@ wrong length never changes a piece's place. Gloo does not show its connections, 
 of the process (Linux only).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -115,7 +113,7 @@ class Segments(NamedTuple):
     sent: int
     again: int
 
-    def since(self, before: Segments) -> float:
+    def since(self, before: "Segments") -> float:
         """Share of segments that were sent again; 0 if none was sent."""
         return max(0.0, (self.again - before.again) / max(1, self.sent - before.sent))
 

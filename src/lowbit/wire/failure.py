@@ -4,8 +4,6 @@ Each rank that gives up writes "I gave up on rank s" on a board in the group's s
 last of the chain died or hangs, or wrote why it gave up. Notes also state the lengths of messages under way (`Letter`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time
@@ -107,7 +105,7 @@ class FailureBoard:
         reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause or "its note"))
         return PeerError(f"{text} (seen by {self.own_name}: {reason})", culprit)
 
-    def _follow(self, trace: _Trace, silent: bool) -> None:
+    def _follow(self, trace: "_Trace", silent: bool) -> None:
         chain = trace.chain
         # Not by iterating over the dictionary, which other threads change meanwhile.
         under_way = [letter for ref in self.letters.keyrefs() if (letter := ref()) is not None]
@@ -136,7 +134,7 @@ class FailureBoard:
             culprit = self._rank if trace.conflict else chain[-1]  # after a conflict both ends still read the notes
             self._linger(culprit, min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
 
-    def _conflict(self, letters: Sequence[Letter], note: dict[str, Any]) -> str:
+    def _conflict(self, letters: "Sequence[Letter]", note: dict[str, Any]) -> str:
         """Describe the first message whose other end states another length in its note; empty if there is none."""
         stated: dict[tuple[int, bool], int] = {}
         for line in note.get("lengths", ()) if note.get("suspect") == self._rank else ():

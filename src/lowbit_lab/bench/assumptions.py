@@ -5,8 +5,6 @@ computed through it, and conclude that the squared norm of the gradient, average
 Here a model trains with the format at every boundary of an emulated pipeline, and both are measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -146,7 +144,7 @@ def _fixed(windows: Windows | Answers, count: int) -> tuple[Batch, Batch]:
     return windows.batch(ids[::2]), windows.batch(ids[1::2])
 
 
-def _errors(way: str, meters: Sequence[ErrorMeter]) -> dict[str, Any]:
+def _errors(way: str, meters: "Sequence[ErrorMeter]") -> dict[str, Any]:
     """Return errors and bias in one direction, over all boundaries."""
     errors = [error for meter in meters for error in meter.errors]
     repeated = [share for meter in meters for share in meter.repeated]

@@ -1,7 +1,5 @@
 """Training runs with a boundary format on several ranks, for the benchmarks of pipelines, and their curves of loss."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -63,12 +61,12 @@ class Split:
     microbatches: int
 
     @classmethod
-    def of(cls, pipeline: PipelineConfig) -> Split:
+    def of(cls, pipeline: PipelineConfig) -> "Split":
         """Return the split of a pipeline."""
         return cls(pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches)
 
     @classmethod
-    def parse(cls, text: str) -> Split:
+    def parse(cls, text: str) -> "Split":
         """Parse the text of a split."""
         match text.split("/"):
             case [schedule, stages, microbatches] if stages.isdecimal() and microbatches.isdecimal():
@@ -265,7 +263,7 @@ class Duration:
     seconds: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Duration:
+    def parse(cls, text: str) -> "Duration":
         """Parse the text of a duration."""
         if found := re.fullmatch(r"(\d+\.?\d*|\.\d+)(ms|s)", text):
             return cls(float(found[1]) / (1000 if found[2] == "ms" else 1))

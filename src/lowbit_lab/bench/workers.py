@@ -4,8 +4,6 @@ Orders come on a process's standard input, one JSON list `[method, arguments]` a
 JSON on standard output, after lines that may report progress. Output of libraries goes to standard error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -76,7 +74,7 @@ class Workers:
         self._files = contextlib.ExitStack()
         self._threads = ThreadPoolExecutor(count)
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> "Workers":
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = "29500" if self._network else str(probe.getsockname()[1])

@@ -1,7 +1,5 @@
 """`lowbit calibrate`: measure the ranges of a model's partial sums once, and write them to one file."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path
@@ -58,7 +56,7 @@ def read(settings: CalibrationConfig) -> loading.Sequences:
 
 
 def make(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     sequences: loading.Sequences,
     settings: CalibrationConfig,
     *,

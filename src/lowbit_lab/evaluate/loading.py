@@ -1,7 +1,5 @@
 """Loads what both commands need: a local checkpoint, whole or on the ranks of a job, text as tokens, calibrations."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -189,7 +187,7 @@ def job(device: torch.device) -> Iterator[None]:
         yield
 
 
-def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel:
+def load_model(folder: str, dtype: str, device: torch.device) -> "PreTrainedModel":
     """Load a language model or encoder: split over the ranks of the job, or whole without one; nothing is downloaded.
 
     It is split on the CPU: the host briefly holds a whole model for each rank, a device only its rank's part.
@@ -231,7 +229,7 @@ def model_kind(folder: str) -> str:
     return CAUSAL
 
 
-def model_config(folder: str) -> PreTrainedConfig:
+def model_config(folder: str) -> "PreTrainedConfig":
     """Return the config of the checkpoint's text model, with the defaults of its architecture."""
     return transformers_config(folder, "model").get_text_config()
 

@@ -1,7 +1,5 @@
 """`BlockFloat8`: 8-bit floating-point numbers with one scale for each block of consecutive elements."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +63,7 @@ class BlockFloat8(Summable):
         layout = block_float8_layout(numel, self.block)
         return [(layout.offsets[name], size) for name, size in layout.sizes.items()]
 
-    def nearest(self) -> BlockFloat8:
+    def nearest(self) -> "BlockFloat8":
         return replace(self, rounding="nearest")
 
     def format_nbytes(self, shape: Sequence[int]) -> int:

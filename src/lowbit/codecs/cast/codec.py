@@ -1,7 +1,5 @@
 """`Cast`: plain floating-point numbers in 32 or 16 bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ class Cast(Summable):
         if self.dtype not in FLOATS:
             raise ValueError(f"dtype is {self.dtype}; allowed: {', '.join(map(str, FLOATS))}")
 
-    def for_gradients(self) -> Cast:
+    def for_gradients(self) -> "Cast":
         return self
 
     def format_nbytes(self, shape: Sequence[int]) -> int:

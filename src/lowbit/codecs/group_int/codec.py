@@ -1,7 +1,5 @@
 """`GroupInt`: uniform integers with one scale for each group of consecutive elements."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +54,7 @@ class GroupInt(Summable):
         check_choice("symmetric", self.symmetric, (False, True))
         check_choice("rounding", self.rounding, ("nearest", "stochastic"))
 
-    def nearest(self) -> GroupInt:
+    def nearest(self) -> "GroupInt":
         return replace(self, rounding="nearest")
 
     def format_nbytes(self, shape: Sequence[int]) -> int:

@@ -1,7 +1,5 @@
 """`TAHQuant`: tile-wise adaptive bits with Hadamard outlier suppression, for activations between pipeline stages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,7 +93,7 @@ class TAHQuant(Summable):
         check_choice("allocation", self.allocation, ("range", "tile", "token"))
 
     @classmethod
-    def published(cls, *, allocation: str = "tile") -> TAHQuant:
+    def published(cls, *, allocation: str = "tile") -> "TAHQuant":
         """Return the paper's settings: tiles of 64, 4 bits for 80 % and 3 for others, pivots from ratio 2.
 
         Args:

@@ -11,8 +11,6 @@ only by rounding, because no code depends on them. Shape suffixes: R rows (token
 channels.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -224,7 +222,7 @@ class Transform:
         before: the transform of directions that differ at `slots` alone, int16 (M,), with -1 for none.
     """
 
-    def __init__(self, directions_KC: Tensor, before: Transform | None = None, slots: Tensor | None = None) -> None:
+    def __init__(self, directions_KC: Tensor, before: "Transform | None" = None, slots: Tensor | None = None) -> None:
         self.directions_KC = directions_KC
 
     def coefficients(self, x_RC: Tensor, products_RK: Tensor | None = None) -> Tensor:

@@ -1,7 +1,5 @@
 """`TransformQuant`: tokens in a basis that both ends hold, one uniform step with dither, entropy-coded to a rate."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys
@@ -163,7 +161,7 @@ class TransformQuant(StatefulCodec):
     def settled(self) -> bool:
         return self.bits != "auto"
 
-    def for_gradients(self) -> TransformQuant:
+    def for_gradients(self) -> "TransformQuant":
         """Return the format with one step for all tokens and the same rate, or about a bit less if none is set."""
         return replace(self, step="message")
 
@@ -186,14 +184,14 @@ class TransformQuant(StatefulCodec):
             coded = max(0.0, coded - (CODED["token"] - CODED["message"]))
         return self._rate(x.shape, coded, "it or its gradient is zeros, or has NaN or Inf")
 
-    def settle(self, choice: int) -> TransformQuant:
+    def settle(self, choice: int) -> "TransformQuant":
         return self if self.settled else replace(self._unset, bits=choice / GRAIN or None)
 
     def raised(self, choice: int, bits: float) -> int:
         return min(int(MOST * GRAIN), choice + math.ceil(bits * GRAIN)) if choice else 0
 
     @property
-    def _unset(self) -> TransformQuant:
+    def _unset(self) -> "TransformQuant":
         """Return this format without a rate."""
         return replace(self, bits=None, nats=None)
 

@@ -3,8 +3,6 @@
 A manifest may come from somebody else: pydantic checks it, and nothing in it is executed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -104,7 +102,7 @@ class Manifest:
         return seal({"format": FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Manifest:
+    def from_values(cls, values: Mapping[str, Any]) -> "Manifest":
         """Make a manifest from values that a file or a peer holds.
 
         Raises:

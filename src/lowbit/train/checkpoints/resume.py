@@ -5,8 +5,6 @@ rank that had its number. A codec takes the state of the boundary after the same
 both ends of the boundary can take it from the same pipeline.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -203,7 +201,7 @@ class _Sources:
                 elif parse(codec).stateful and (memory is None or not memory.whole):
                     yield lane
 
-    def _memory_for(self, end: End, codec: str) -> _Memory | None:
+    def _memory_for(self, end: End, codec: str) -> "_Memory | None":
         """Return the memory saved for a lane's place, else the choice saved for the nearest place that has one."""
         replicas = sorted(self._memories, key=lambda r: (r != self._replica % len(self._memories), r))
         for replica in replicas:
@@ -224,7 +222,7 @@ class _Sources:
         choices = {path: v for path, v in memory.values.items() if path.endswith("/choice")}
         return dataclasses.replace(memory, values=choices, items={}, whole=False)  # which also fits other places
 
-    def _fits(self, memory: _Memory, codec: str) -> bool:
+    def _fits(self, memory: "_Memory", codec: str) -> bool:
         """Whether a codec can use a memory: the same format and, unless shapes share a memory, the same shape."""
         if not _same(memory.codec, codec):
             return False

@@ -6,8 +6,6 @@ tied/NAME                             a tied embedding as the first stage has it
 codecs/after layer 3 forward out/...  state of the codec at one end of a boundary
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +36,7 @@ class End:
         return f"codecs/after layer {self.after_layer} {self.direction} {side}/"
 
     @property
-    def other(self) -> End:
+    def other(self) -> "End":
         """The same direction's end on the other side of the boundary."""
         return End(self.after_layer, self.direction, not self.outgoing)
 
