@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.codecs import BlockFloat8, GroupInt
 from lowbit.collectives import AgreementError, PeerError, algorithms, reduce
-from lowbit.gradients import GradientStorage, average
-from lowbit.gradients.average import average_bytes
+from lowbit.gradients import GradientStorage
+from lowbit.gradients import storage as storages
+from lowbit.gradients.storage import average_bytes
 from lowbit.wire import pytorch
 from tests.collectives.traffic import equal_everywhere, sent_bytes
 from tests.processes import Ranks, on_ranks
@@ -77,7 +78,7 @@ def means(factors: list[float], bucket: int, chunk: int, messages: bool = True, 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     storage, parameters = stored(rank, factor=factors[rank])
     present = [p.shape for i, p in enumerate(parameters) if i != NOWHERE]
-    with mock.patch.object(average, "BUCKET", bucket), mock.patch.object(reduce, "CHUNK", chunk):
+    with mock.patch.object(storages, "BUCKET", bucket), mock.patch.object(reduce, "CHUNK", chunk):
         with sent_bytes() as sent:
             storage.average(checksums=checksums)
         nbytes = average_bytes(present, FP8, count=len(SHAPES), rank=rank, ranks=ranks, checksums=checksums)
@@ -100,7 +101,7 @@ def means(factors: list[float], bucket: int, chunk: int, messages: bool = True, 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_means_are_those_of_the_obvious_computation(ranks: Ranks, count: int):
     """Buckets and chunks that cut parameters, and those that hold all of them; a common factor costs nothing."""
-    ranks.run(means, [1.0] * count, average.BUCKET, reduce.CHUNK, ranks=count)
+    ranks.run(means, [1.0] * count, storages.BUCKET, reduce.CHUNK, ranks=count)
     ranks.run(means, [1 / 3] * count, 4096, 512, ranks=count)
 
 
@@ -173,7 +174,7 @@ def hangs() -> float:
     storage.average(timeout=3)
     start = time.monotonic()
     if dist.get_rank() == 1:
-        with mock.patch.object(average, "average_coded"):
+        with mock.patch.object(storages, "average_coded"):
             storage.average(timeout=3)
         time.sleep(5)
         return 0.0

@@ -20,7 +20,8 @@ def trained_with(config: TrainConfig) -> tuple[list[float], set[tuple[str, int]]
     """Losses of a rank, and the bits of its modules by layer type."""
     (module,) = Trainer(prepare(config, ranks=2)).modules.values()
     layers = [vars(m)["_lowbit_saved"] for m in module.modules() if "_lowbit_saved" in vars(m)]
-    bits = {(layer.kind, layer.codec.bits if layer.codec else 16) for layer in layers if layer.kind}
+    codecs = [(layer.kind, layer.shared.codec(layer.kind, layer.name)) for layer in layers if layer.kind]
+    bits = {(kind, codec.bits if codec else 16) for kind, codec in codecs}
     return losses(config), bits
 
 

@@ -60,7 +60,7 @@ def compressed(config: TrainConfig) -> list[set[int]]:
     found = []
     for module in (trainer.modules[0], trainer.modules[1]):
         layers = [vars(m)["_lowbit_saved"] for m in module.modules() if "_lowbit_saved" in vars(m)]
-        found.append({layer.codec.bits for layer in layers if layer.kind})
+        found.append({layer.shared.codec(layer.kind, layer.name).bits for layer in layers if layer.kind})
     return found
 
 

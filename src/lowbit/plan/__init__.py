@@ -2,7 +2,7 @@
 
 from lowbit.plan.budget import InFlight, MemoryPlan, StageCost, in_flight, plan_bits
 from lowbit.plan.layers import choose_layers, measure_layers, plan_layers
-from lowbit.simulate.orders import actions_of, order_of
+from lowbit.simulate.step import actions_of, order_of
 
 __all__ = [
     "InFlight",

@@ -17,7 +17,7 @@ import torch
 
 from lowbit.activations.layer_plan import PLANNED, LayerPlan
 from lowbit.codecs.checks import check_int
-from lowbit.simulate.orders import ACTION, Order
+from lowbit.simulate.step import ACTION, Order
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 SLOWER = 0.01

@@ -33,7 +33,7 @@ from lowbit.plan.layers import (
 from lowbit.plan.measure import bytes_between_passes, bytes_by_width, compressed, sensitivities
 from lowbit.plan.sizes import parse_bytes, two_layers
 from lowbit.report import Column, Command, Row, Table, check_output
-from lowbit.simulate.orders import order_of
+from lowbit.simulate.step import order_of
 from lowbit.train.activations import planned_settings
 from lowbit.train.config import (
     FULL_PRECISION,

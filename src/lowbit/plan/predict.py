@@ -15,8 +15,8 @@ from lowbit.plan.budget import InFlight, in_flight
 from lowbit.plan.cluster import Cluster, Machine
 from lowbit.plan.sizes import MOMENT_BYTES, STATE_BYTES, ModelSizes, optimizer_ns
 from lowbit.simulate import Actions, Channel, Network, Step, actions_from
-from lowbit.simulate.orders import order_of
 from lowbit.simulate.predict import choose_formats, predicted_step
+from lowbit.simulate.step import order_of
 from lowbit.train.config import PipelineConfig, Schedule
 from lowbit.train.evaluate import evaluation_bytes
 from lowbit.train.layout import PipelineLayout, make_layout

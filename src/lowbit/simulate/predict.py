@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lowbit.simulate.orders import Actions
-from lowbit.simulate.step import Network, StageTimes, Step, simulate
+from lowbit.simulate.step import Actions, Network, StageTimes, Step, simulate
 
 Coding = Sequence[float]
 """Seconds to encode and to decode activations, and the same for gradients."""

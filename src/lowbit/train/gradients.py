@@ -16,11 +16,10 @@ from lowbit.codecs import Codec, Summable
 from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
 from lowbit.config import ConfigError
 from lowbit.gradients import GradientStorage
-from lowbit.gradients.average import average_bytes
-from lowbit.gradients.storage import BUCKET_BYTES
+from lowbit.gradients.storage import BUCKET_BYTES, average_bytes
 from lowbit.train import optim
-from lowbit.train.boundaries import codec_of
 from lowbit.train.config import FULL_PRECISION, GradientsConfig, TrainConfig
+from lowbit.train.layout import codec_of
 from lowbit.train.metrics import Work
 from lowbit.wire.pytorch import new_group
 
