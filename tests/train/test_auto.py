@@ -21,11 +21,12 @@ from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
 from lowbit.train import TrainConfig, auto, loop, train, trainer
 from lowbit.train.auto import Forecast, Watch, choose
+from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
 from lowbit.train.elastic import check_elastic
 from lowbit.train.identity import CHOSEN
-from lowbit.train.layout import AUTO_FORMATS, make_layout, usable
+from lowbit.train.layout import make_layout
 from lowbit.train.metrics import read_metrics
 from lowbit.wire.errors import PeerError
 from lowbit_lab.network import SlowLink

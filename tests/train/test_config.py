@@ -7,6 +7,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from lowbit.codecs import Cast, parse
 from lowbit.config import ConfigError
+from lowbit.train.boundaries import backward_formats, make_codecs
 from lowbit.train.config import (
     SCHEDULES,
     DataConfig,
@@ -17,7 +18,7 @@ from lowbit.train.config import (
     TrainConfig,
     from_mapping,
 )
-from lowbit.train.layout import backward_formats, make_codecs, make_layout
+from lowbit.train.layout import make_layout
 
 
 def test_values_are_taken_as_annotated():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lowbit.config import to_toml
 from lowbit.terminal import print_pairs
+from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.evaluate import AFTER, wanted_nats
-from lowbit.train.layout import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.model import hidden_size, targets_of
 from lowbit.train.prepare import Prepared, prepare
 from lowbit.wire.pytorch import check_torch

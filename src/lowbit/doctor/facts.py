@@ -29,11 +29,11 @@ from lowbit.doctor.settings import DoctorSettings
 from lowbit.job.process_group import address_towards, interface_towards, interfaces
 from lowbit.plan.sizes import layer_seconds, measure_sizes, optimizer_ns
 from lowbit.train import TrainConfig, load
+from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.config import AUTO
 from lowbit.train.data import load_data
 from lowbit.train.device import choose_autocast, choose_device, threads_per_rank
 from lowbit.train.identity import compared
-from lowbit.train.layout import AUTO_FORMATS, usable
 from lowbit.train.model import hidden_size, vocabulary
 from lowbit.train.pretrained import load_tokenizer
 from lowbit.wire.checksum import run_secret

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.codecs import parse_pair
 from lowbit.codecs.speed import coding_speed
+from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.checkpoints.save import together
 from lowbit.train.config import FULL_PRECISION, PipelineConfig
-from lowbit.train.layout import AUTO_FORMATS, Pair, PipelineLayout, codecs_of, usable
+from lowbit.train.layout import Pair, PipelineLayout
 from lowbit.train.metrics import StepMetrics
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.messages import gather_json

@@ -18,8 +18,8 @@ from lowbit.config import ConfigError
 from lowbit.gradients import GradientStorage
 from lowbit.gradients.storage import BUCKET_BYTES, average_bytes
 from lowbit.train import optim
+from lowbit.train.boundaries import codec_of
 from lowbit.train.config import FULL_PRECISION, GradientsConfig, TrainConfig
-from lowbit.train.layout import codec_of
 from lowbit.train.metrics import Work
 from lowbit.wire.pytorch import new_group
 

@@ -15,9 +15,10 @@ from lowbit.config import ConfigError
 from lowbit.terminal import printable, suggestion
 from lowbit.train.activations import written_out
 from lowbit.train.answers import Answers
+from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data, Windows
-from lowbit.train.layout import PipelineLayout, in_full
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import architecture, targets_of
 from lowbit.train.pretrained import definition
 from lowbit.train.tied import tied_codec

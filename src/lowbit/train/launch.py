@@ -80,12 +80,10 @@ def check_early(config: TrainConfig) -> None:
     Raises:
         ConfigError: something would keep the run from starting. ModuleNotFoundError: an optional package is missing.
     """
+    from lowbit.train.boundaries import make_codecs
     from lowbit.train.data import files_named
     from lowbit.train.device import choose_device
-    from lowbit.train.layout import (
-        make_codecs,  # these import PyTorch, and little else
-        make_layout,
-    )
+    from lowbit.train.layout import make_layout
     from lowbit.train.model import count_layers
 
     for name in ("transformers", "safetensors"):

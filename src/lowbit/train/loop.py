@@ -21,6 +21,7 @@ from lowbit.job.process_group import joined, world
 from lowbit.report.command import machine
 from lowbit.report.training import write_report
 from lowbit.train.auto import Auto, FormatChoice, described
+from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
@@ -30,7 +31,7 @@ from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.evaluate import Goal, wanted_nats
 from lowbit.train.folder import FILES, IN_USE, RunFolder
 from lowbit.train.identity import CHOSEN, layout_of, versions
-from lowbit.train.layout import Pair, in_full
+from lowbit.train.layout import Pair
 from lowbit.train.links import Connections
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summary, from_json, summarize
 from lowbit.train.model import gather_weights, save_adapters, save_model

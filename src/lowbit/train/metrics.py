@@ -328,7 +328,7 @@ def summarize(
         here: steps of this call; None: all. outside: bytes sent outside of steps, by part.
     """
     # Imported here: it loads PyTorch, which reading a summary does not need.
-    from lowbit.train.layout import backward_formats
+    from lowbit.train.boundaries import backward_formats
 
     settled, before = _settled(config, history, formats[-1]["step"] if formats else 0), before or {}
     seconds = statistics.median(m.seconds for m in settled) if settled else None

@@ -13,6 +13,7 @@ from lowbit.collectives.reduce import check_summable
 from lowbit.config import ConfigError
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.activations import Policies, StageOfPlan, planned_settings, saved_policies
+from lowbit.train.boundaries import Codecs, codec_of, make_codecs
 from lowbit.train.checkpoints.manifest import (
     FOLDER,
     NO_CHECKPOINT,
@@ -27,7 +28,7 @@ from lowbit.train.elastic import check_elastic
 from lowbit.train.folder import check_output
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, refuse, run_identity
-from lowbit.train.layout import Codecs, PipelineLayout, codec_of, make_codecs, make_layout
+from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.model import check_lora, check_pretrained, count_layers, hidden_size, vocabulary
 from lowbit.train.optim import check_torchao
 from lowbit.train.tied import tied_codec

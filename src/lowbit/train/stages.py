@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from lowbit.gradients import GradientStorage
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.boundary import warm_up
-from lowbit.train.layout import Codecs, stock_dtype
+from lowbit.train.boundaries import Codecs, stock_dtype
 from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule, next_token_loss
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lowbit.codecs import Cast, Codec
 from lowbit.collectives.reduce import check_flat, check_summable
+from lowbit.train.boundaries import codec_of
 from lowbit.train.config import PipelineConfig
 from lowbit.train.gradients import ReplicaGroups
-from lowbit.train.layout import codec_of
 from lowbit.train.metrics import TIED, Work
 from lowbit.train.model import StageModule
 from lowbit.wire.checksum import sealed_bytes

@@ -16,12 +16,12 @@ from lowbit.activations import counted
 from lowbit.collectives import agree
 from lowbit.train import optim
 from lowbit.train.activations import compress
+from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import HeldOutEvaluation, evaluated
 from lowbit.train.gradients import Gradients, ReplicaGroups
 from lowbit.train.identity import compared
-from lowbit.train.layout import stock_dtype
 from lowbit.train.links import OUTSIDE, Links, link_name
 from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, add_adapters, build_model

@@ -19,6 +19,7 @@ from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.pipeline import LowBitStage, connect_more
 from lowbit.report import Row
+from lowbit.train.boundaries import make_codecs, stock_dtype
 from lowbit.train.config import (
     DataConfig,
     ModelConfig,
@@ -30,7 +31,7 @@ from lowbit.train.config import (
 )
 from lowbit.train.data import Order
 from lowbit.train.device import choose_device
-from lowbit.train.layout import make_codecs, make_layout, stock_dtype
+from lowbit.train.layout import make_layout
 from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.model import StageModule, build_model, count_layers, hidden_size, next_token_loss

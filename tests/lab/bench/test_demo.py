@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from lowbit.config import ConfigError
+from lowbit.train.boundaries import AUTO_FORMATS
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
-from lowbit.train.layout import AUTO_FORMATS
 from lowbit_lab.bench import demo
 from lowbit_lab.bench.pipeline import PipelineBenchmark
 from lowbit_lab.bench.runs import PROGRAM, as_mapping, curve

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.train.layout import Codecs, PipelineLayout
+from lowbit.train.boundaries import Codecs
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.optim import parts_of, state_of
 from lowbit.train.stages import Pipeline
 
