@@ -16,7 +16,7 @@ SIZES = {"vocab_size": 32, "max_position_embeddings": 128, "hidden_size": 64}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
 GATED = SIZES | LAYERS | {"intermediate_size": 176, "num_key_value_heads": 1, "head_dim": 32}
 PLAIN = SIZES | LAYERS | dict.fromkeys(("attention_dropout", "attn_pdrop"), 0.0)
-"""Of families whose feed-forward block has two matrices."""
+"""Families whose feed-forward block has two matrices."""
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("llama", "qwen3", "gemma3_text", "phi3", "glm4", "cohere", "gemma2", "lora", "lora-dropout"), GATED

@@ -116,7 +116,7 @@ TWO = {"ranks": 2, "data_parallel": 2, "microbatches": 2}
 
 
 def weights(config: TrainConfig, rank: int) -> dict[str, torch.Tensor]:
-    """Of a rank's newest checkpoint."""
+    """Return what a rank's newest checkpoint holds."""
     folder = Path(config.run.output) / "checkpoints"
     share = folder / step_name(newest_step(folder) or 0) / f"rank-{rank}"
     return {name: x for name, x in load_file(share / TENSORS).items() if name.startswith("model/")}

@@ -166,7 +166,7 @@ def test_what_can_not_be_loaded_is_named(tmp_path):
 
 
 class Module:
-    """As much of a stage's module as is asked for."""
+    """The parts of a stage's module that an export reads."""
 
     def __init__(self, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)

@@ -27,12 +27,12 @@ COLORS = {
     "compute": ("#8b9198", "#949aa3"), "coding": ("#0b5fd6", "#5aa2ff"), "waiting": ("#e08a00", "#f5ab35"),
     "sending": ("#0f8a66", "#3fc49b"), "all-reduce": ("#6a3fc4", "#ab8cff"), "rest": ("#cbd0d4", "#5a606b"),
 }  # fmt: skip
-"""Of kinds of time, in light and in dark."""
+"""Light and dark color of each kind of time."""
 SERIES = (
     ("#0b5fd6", "#5aa2ff"), ("#e08a00", "#f5ab35"), ("#0f8a66", "#3fc49b"), ("#b5518f", "#e08cc0"),
     ("#8a7a1a", "#c9b955"), ("#35a0c4", "#6fd0ee"), ("#7d5a3c", "#b58f6c"), ("#6a3fc4", "#ab8cff"),
 )  # fmt: skip
-"""Of other series, in their order, in light and in dark."""
+"""Light and dark colors of all other series, in their order."""
 GENERATOR = "lowbit report"
 LIGHT = {"surface": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "grid": "#e4e7ea"}
 DARK = {"surface": "#1e2129", "ink": "#e6e9ee", "muted": "#a6aeb9", "grid": "#363b46"}

@@ -124,7 +124,7 @@ def is_lossy(share: float, again: int) -> bool:
 
 
 def can_count() -> bool:
-    """Whether this machine tells what its connections lose."""
+    """Whether this machine counts the segments that its connections send again."""
     return hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")
 
 

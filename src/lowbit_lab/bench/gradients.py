@@ -24,7 +24,6 @@ from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, next_token_loss, vocabulary
 from lowbit.wire.pytorch import default_group
-from lowbit_lab.bench.memory_run import Meter
 from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, Names, link_name, on_slowest_link
 from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, error_of_sum, take_turns, timed
 from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
@@ -249,6 +248,10 @@ class GradientsRank:
 
     def outcome(self, name: str) -> dict[str, float]:
         """Return peak memory, and the error of the mean in the third call, when PowerSGD starts to compress."""
+        from lowbit_lab.bench.memory_run import (
+            Meter,
+        )  # loads PyTorch's compiler, which the command itself can do without
+
         for _ in range(3):
             x = self._gradients(name)
             meter = Meter(torch.device("cpu"))

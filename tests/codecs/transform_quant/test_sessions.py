@@ -101,7 +101,7 @@ def test_a_lost_repeated_or_misplaced_message_is_an_error() -> None:
 def test_where_the_host_knows_late_a_wrong_message_is_nan_and_leaves_the_directions_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU, whose headers the host compares a message later."""
+    """Compare headers one message later, as the host does for a GPU."""
     sender, receiver = ends()
     payloads = [sender.encode(tokens(seed=s)) for s in range(4)]
     damaged = payloads[1].clone()
@@ -216,7 +216,7 @@ MAYBE_EMPTY = ("norms", "gains", "beyond", "lowest")
 
 
 def parts(payload: Tensor, geo: TransformGeometry) -> dict[str, list[range]]:
-    """Where each kind of byte lies."""
+    """The position of each kind of byte."""
     at, sizes = geo.layout.offsets, geo.layout.sizes
     found = {name: [range(at[name], at[name] + size)] for name, size in sizes.items() if name != "streams"}
     start = at["streams"]

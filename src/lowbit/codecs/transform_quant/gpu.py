@@ -119,7 +119,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
 
 
 def _shape(geo: TransformGeometry) -> tuple[dict[str, Any], int, tuple[int, int, int]]:
-    """Shape and number of the programs that take a chunk of a stream, and what tells them their place."""
+    """Shape and number of the programs that take a chunk of a stream each, and the scan that finds their place."""
     chunks = ceil_div(geo.stream_rows * geo.channels, BLOCK)
     return {"C": geo.channels, "BLOCK": BLOCK}, chunks * geo.streams, (geo.rows, geo.stream_rows, chunks)
 
