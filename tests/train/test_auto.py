@@ -20,7 +20,7 @@ from lowbit.report.run_files import read_run
 from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
 from lowbit.train import TrainConfig, auto, loop, train, trainer
-from lowbit.train.auto import Forecast, Watch, choose
+from lowbit.train.auto import Watch, choose, forecast
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
@@ -188,11 +188,11 @@ def test_a_forecast_is_as_long_as_its_slowest_part(schedule: str, per_rank: int)
 
     def seconds(rate: float, share: float = 1.0, compute: float = 0.8) -> float:
         stated = [[compute, 0.0, {"x": (0.0,) * 4}]] * 2
-        forecast = Forecast(
+        predict = forecast(
             layout, pipeline, stated, {"x": (1_000_000, 1_000_000)}, {(0, 1): 0.02}, {(0, 1): rate, (1, 0): rate},
             checksum=0, rest=0.1, overlapped=False,
         )  # fmt: skip
-        return forecast.seconds(("x",) * (layout.stages - 1), share)
+        return predict(("x",) * (layout.stages - 1), share)
 
     assert seconds(100.0, 0.25, compute=0.1) == pytest.approx(4 * seconds(100.0, compute=0.1), rel=0.4)
     crossings = sum(map(layout.crosses, range(layout.stages - 1)))

@@ -235,9 +235,7 @@ def average_coded(
         algorithms.two_shot_coded, put, take, codec, numel=numel, chunk=CHUNK, divisor=group.size(), device=device
     )
     facts = {"collective": "average of coded tensors", "tensor": f"{numel} elements", "codec": codec.identity()}
-    call = CollectiveCall(
-        facts=facts, group=group, device=device, timeout=timeout, work=sums, checksums=checksums,
-    )  # fmt: skip
+    call = CollectiveCall(facts=facts, group=group, device=device, timeout=timeout, work=sums, checksums=checksums)
     return queue_of(group).submit(call)
 
 

@@ -67,14 +67,6 @@ def range_of(hint: Any) -> str:
     return " and ".join(f"{_BOUNDS[name]} {limit}" for name, limit in _limits(hint))
 
 
-def as_type(value: Any, hint: Any) -> Any:
-    """Convert a value for a field: make a tuple of a list or a single element, and call `parse`."""
-    if (element := element_of(hint)) is None:
-        return _parsed(value, hint)
-    items = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return () if items == ("",) else tuple(_parsed(item, element) for item in items)
-
-
 def read(text: str, hint: Any) -> Any:
     """Parse text as TOML; return the text itself if it is not TOML, or if the annotation takes text.
 
@@ -268,13 +260,19 @@ def _refuse_unknown(keys: Mapping[Any, Any], settings: Mapping[str, Setting], pr
 
 
 def _prepared(value: Any, hint: Any, where: str) -> Any:
-    """Prepare `value` for pydantic; refuse integers over 64 bits and text with null bytes."""
-    for item in value if isinstance(value, list | tuple) else (value,):
+    """Prepare a value for pydantic: make a tuple of a list or a single element, and call `parse`.
+
+    Integers over 64 bits and text with null bytes are refused.
+    """
+    items = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for item in items:
         if isinstance(item, str) and "\0" in item:
             raise ConfigError(f"{where} is {value!r}; allowed: text without null bytes")
         if isinstance(item, int) and not -(2**63) <= item < 2**63:
             raise ConfigError(f"{where} takes {item.bit_length() + 1} bits; allowed: integers of 64 bits")
-    return as_type(value, hint)
+    if (element := element_of(hint)) is None:
+        return _parsed(value, hint)
+    return () if items == ("",) else tuple(_parsed(item, element) for item in items)
 
 
 def _in_one_line(

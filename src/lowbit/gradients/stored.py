@@ -163,9 +163,7 @@ def total(parts: list[Tensor], mesh: Any, dimensions: tuple[int, ...]) -> float:
 
 
 _aten = torch.ops.aten
-_BY_NUMBER = {
-    _aten.mul_.Tensor: False, _aten.mul_.Scalar: False, _aten.div_.Tensor: True, _aten.div_.Scalar: True,
-}  # fmt: skip
+_BY_NUMBER = {_aten.mul_.Tensor: False, _aten.mul_.Scalar: False, _aten.div_.Tensor: True, _aten.div_.Scalar: True}
 _ALIAS = (_aten.detach.default, _aten.alias.default)
 
 
@@ -301,9 +299,7 @@ def _on_decoded(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on decoded gradients; encode those that it changes again."""
     views = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, StoredGradient)}
     values = {key: view.decode() for key, view in views.items()}
-    out = func(
-        *tree_map(lambda x: values.get(id(x), x), args), **tree_map(lambda x: values.get(id(x), x), kwargs)
-    )  # fmt: skip
+    out = func(*tree_map(lambda x: values.get(id(x), x), args), **tree_map(lambda x: values.get(id(x), x), kwargs))
     named = zip(func._schema.arguments, args, strict=False)
     given = {argument.name: (argument, value) for argument, value in named}
     given |= {a.name: (a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs}

@@ -14,9 +14,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.pipeline import arguments
-from lowbit.pipeline.arguments import (
-    Codecs,
-)
+from lowbit.pipeline.arguments import Codecs
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, pipeline_number

@@ -272,9 +272,7 @@ def shares_part(events: Sequence[Event]) -> Part:
     parts = {kind: [totals[rank].get(kind, 0.0) / 1e3 / counts[rank] for rank in ranks] for kind in kinds}
     least = LEAST_SHARE * sum(map(sum, parts.values()))
     parts = {kind: values for kind, values in parts.items() if sum(values) > least}
-    rows = [
-        (str(rank), *(f"{values[i]:,.2f}" for values in parts.values())) for i, rank in enumerate(ranks)
-    ]  # fmt: skip
+    rows = [(str(rank), *(f"{values[i]:,.2f}" for values in parts.values())) for i, rank in enumerate(ranks)]
     return Part(
         title="Where the time of a step goes", head=("rank", *(f"{kind}, ms" for kind in parts)), rows=rows,
         text="Mean of the traced steps; rest: the schedule's own code, and time that the trace does not cover.",

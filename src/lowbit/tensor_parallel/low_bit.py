@@ -17,20 +17,8 @@ from lowbit.tensor_parallel.calibration import Calibration, CalibrationError
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.inputs import send_inputs
 from lowbit.tensor_parallel.plan import is_cut_by_input
-from lowbit.tensor_parallel.reduce import (
-    SumSample,
-    SumSettings,
-    check_codec,
-    measured,
-)
-from lowbit.tensor_parallel.rowwise import (
-    LAYER_SUM,
-    Installed,
-    LayerSum,
-    install,
-    local,
-    row_forward,
-)
+from lowbit.tensor_parallel.reduce import SumSample, SumSettings, check_codec, measured
+from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, install, local, row_forward
 from lowbit.tensor_parallel.sums import ModelSum, counted, group_of, real_sums
 
 Source = str | Path | Calibration | Codec

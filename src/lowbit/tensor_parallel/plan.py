@@ -23,9 +23,7 @@ EXPERTS = ("moe_tp_experts", "ep_dispatch_experts", "all_reduce")
 expert, some of the experts, or a part of a shared one."""
 EMBEDDING = "embedding_rowwise"
 """Style of an embedding cut by the vocabulary: also a sum, but all ranks except one add zeros."""
-_EXACT = (
-    "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj",
-)  # fmt: skip
+_EXACT = ("embedding_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj")
 """Styles that do not change results, not even in the last bit."""
 
 _ON_RANKS = " (quantized layers: calibrate and run them on real ranks, as Transformers shards them)"

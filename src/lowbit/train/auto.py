@@ -88,64 +88,56 @@ class FormatChoice:
         )
 
 
-class Forecast:
-    """Predicts the seconds of a step of one pipeline from the formats of its boundaries.
+def forecast(
+    layout: PipelineLayout,
+    pipeline: PipelineConfig,
+    timings: Sequence[Any],
+    formats: Mapping[str, tuple[int, int]],
+    trips: Mapping[Pair, float],
+    rates: Mapping[Pair, float],
+    *,
+    checksum: int,
+    rest: float,
+    overlapped: bool,
+) -> Callable[[Sequence[str], float], float]:
+    """Return a function that predicts the seconds of a step of one pipeline.
+
+    It takes the formats of the boundaries, and the share of the links' rates that the step gets.
 
     Args:
         timings: for each rank, seconds of a step: compute, work after the pipeline, and coding by format.
         formats: their sizes. trips (seconds), rates (Mbit/s): by pair of ranks. checksum: bytes. rest: seconds.
         overlapped: coding overlaps with computing.
     """
+    from lowbit.simulate import Channel, Network, actions
+    from lowbit.simulate.predict import predicted_step
 
-    def __init__(
-        self,
-        layout: PipelineLayout,
-        pipeline: PipelineConfig,
-        timings: Sequence[Any],
-        formats: Mapping[str, tuple[int, int]],
-        trips: Mapping[Pair, float],
-        rates: Mapping[Pair, float],
-        *,
-        checksum: int,
-        rest: float,
-        overlapped: bool,
-    ) -> None:
-        from lowbit.simulate import actions
+    steps = actions(
+        pipeline.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank,
+        microbatches=pipeline.microbatches,
+    )  # fmt: skip
+    ranks, counts = [layout.rank_of(stage) for stage in range(layout.stages)], layout.layer_counts
+    compute = [
+        timings[rank][0] / pipeline.microbatches * counts[stage] / sum(counts[each] for each in layout.stages_of(rank))
+        for stage, rank in enumerate(ranks)
+    ]
+    crossing = [(ranks[i], ranks[i + 1]) for i in range(layout.stages - 1) if layout.crosses(i)]
+    pairs = sorted({*crossing, *((b, a) for a, b in crossing)})
 
-        self._actions = actions(
-            pipeline.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank,
-            microbatches=pipeline.microbatches,
-        )  # fmt: skip
-        self._ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
-        self._compute = [
-            timings[rank][0] / pipeline.microbatches * layout.layer_counts[stage]
-            / sum(layout.layer_counts[each] for each in layout.stages_of(rank))
-            for stage, rank in enumerate(self._ranks)
-        ]  # fmt: skip
-        self._parts: dict[str, Any] = {
-            "sizes": lambda text: formats[text], "coding": lambda rank, text: timings[rank][2][text],
-            "checksum": checksum, "optimizer": rest, "beside": overlapped,
-        }  # fmt: skip
-        crossing = [(layout.rank_of(i), layout.rank_of(i + 1)) for i in range(layout.stages - 1) if layout.crosses(i)]
-        self._pairs = sorted({*crossing, *((b, a) for a, b in crossing)})
-        self._trips, self._rates = trips, rates
-
-    def seconds(self, formats: Sequence[str], share: float = 1.0) -> float:
-        """Predict the seconds of a step with these formats, at this share of the links' rates."""
-        from lowbit.simulate import Channel, Network
-        from lowbit.simulate.predict import predicted_step
-
+    def seconds(names: Sequence[str], share: float) -> float:
         channels = [
             Channel(
-                bytes_per_second=share * self._rates.get(pair, math.inf) * 1e6 / 8,
-                latency=self._trips[min(pair), max(pair)] / 2,
+                bytes_per_second=share * rates.get(pair, math.inf) * 1e6 / 8, latency=trips[min(pair), max(pair)] / 2
             )
-            for pair in self._pairs
+            for pair in pairs
         ]
-        network = Network(channels=channels, routes={pair: i for i, pair in enumerate(self._pairs)})
         return predicted_step(
-            self._actions, self._compute, self._ranks, network, formats=formats, **self._parts
+            steps, compute, ranks, Network(channels=channels, routes={pair: i for i, pair in enumerate(pairs)}),
+            formats=names, sizes=formats.__getitem__, coding=lambda rank, name: timings[rank][2][name],
+            checksum=checksum, optimizer=rest, beside=overlapped,
         ).seconds  # fmt: skip
+
+    return seconds
 
 
 def choose(
@@ -349,7 +341,7 @@ class Auto:
         decided: Any = None
         if self._trainer.rank == 0:
             forecasts = [
-                Forecast(
+                forecast(
                     self._layout, self._config.pipeline, timings[first : first + ranks], self._sizes,
                     trips[first // ranks], {(a - first, b - first): rate for (a, b), rate in rates.items()},
                     checksum=CHECKSUM_BYTES * self._config.run.checksums,
@@ -359,7 +351,7 @@ class Auto:
             ]  # fmt: skip
 
             def seconds(mix: Sequence[str], share: float) -> float:
-                return max(forecast.seconds(mix, share) for forecast in forecasts)
+                return max(predict(mix, share) for predict in forecasts)
 
             start = FULL_PRECISION if step <= self._config.codec_warmup_steps else AUTO_FORMATS[0]
             before = (start,) * boundaries if self.choice is None else self.choice.formats

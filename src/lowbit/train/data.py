@@ -120,7 +120,7 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
     if data.held_out:
         texts = read_files(files_named(data.held_out, "data.held_out"), data.max_bytes)
-        held_out = _tokens(capped(texts, data.max_bytes), tokenizer, cache)
+        held_out = _tokens(texts, tokenizer, cache)
     else:
         tokens, held_out = np.split(tokens, [held_out_start(len(tokens), data.held_out_share)])
     notes: tuple[str, ...] = ()

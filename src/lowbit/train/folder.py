@@ -25,9 +25,7 @@ from lowbit.train.config import TrainConfig
 log = logging.getLogger(__name__)
 
 MARK = "lowbit-run.jsonl"
-FILES = (
-    "metrics.jsonl", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html",
-)  # fmt: skip
+FILES = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html")
 IN_USE = "run.output {!r} is in use by {}; allowed: another folder, or to wait until it has ended"
 _FOLDERS = (FOLDER, "tensorboard", "trace", "model")
 _KEPT = "cache/"  # files there depend on text and tokenizer only, and are named by a digest of both

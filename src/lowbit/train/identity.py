@@ -37,9 +37,7 @@ _LOCAL = {  # settings that may differ between machines
 CHOSEN = "pipeline.chosen"
 """Key of the formats that the run itself chose, in the identity of its checkpoints; a resume does not compare it."""
 
-_FORMATS = (
-    "pipeline.forward", "pipeline.backward", "pipeline.tied_rows", "gradients.storage", "gradients.all_reduce",
-)  # fmt: skip
+_FORMATS = ("pipeline.forward", "pipeline.backward", "pipeline.tied_rows", "gradients.storage", "gradients.all_reduce")
 _LONGEST = 500  # characters of a value in a message
 _WARM_UP = "pipeline.warmup_steps"
 _BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # samples of a file of pretrained weights, which tell it from others

@@ -153,7 +153,7 @@ class Run:
             done, steps_here = self.start, 0
             while done < run.steps:
                 with (
-                    nullcontext() if tracing is None else tracing.begin(done + 1),
+                    nullcontext() if tracing is None else tracing.step(done + 1),
                     nullcontext() if steps_here else phase(_FIRST_STEP, trainer.rank, show=run.progress),
                 ):
                     metrics = trainer.step(done)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +16,20 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Computes the mean loss of samples from inputs and targets: int64 (samples, sequence) each."""
 
 
-class GradientMethod(Protocol):
-    """A way to compute and apply gradients; `PlainGradients` is PyTorch's."""
-
-    def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the gradients of a batch, and return its mean loss."""
-        ...
-
-    def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
-        """Clip the gradients to this norm (0: never), take the optimizer's step, and drop the gradients."""
-        ...
-
-
 class PlainGradients:
-    """PyTorch's gradients: in `.grad`, for the whole batch at once."""
+    """PyTorch's gradients: in `.grad`, for the whole batch at once. Subclasses compute or apply them differently."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `GradientMethod`."""
+        """Compute the gradients of a batch, and return its mean loss."""
         mean = loss(inputs, targets)
         mean.backward()
         return mean.detach()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
-        """See `GradientMethod`."""
+        """Clip the gradients to this norm (0: never), take the optimizer's step, and drop the gradients."""
         if clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         optimizer.step()
@@ -67,7 +54,7 @@ def train_single_process(
     seed: int,
     samples: int = 0,
     autocast: torch.dtype | None = None,
-    gradients: GradientMethod | None = None,
+    gradients: PlainGradients | None = None,
     make: Callable[[Iterable[nn.Parameter], OptimizerConfig], torch.optim.Optimizer] = make_optimizer,
     before_step: Callable[[int, Tensor], None] | None = None,
     after_step: Callable[[int, float], None] | None = None,

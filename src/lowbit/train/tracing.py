@@ -34,14 +34,12 @@ class Tracing:
         self._trace = Trace()
         self._before: Trip | None = None
 
-    def begin(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager around a step."""
-        if step not in self._steps:
-            return contextlib.nullcontext()
-        return self._traced(last=step == self._steps[-1])
-
     @contextlib.contextmanager
-    def _traced(self, *, last: bool) -> Iterator[None]:
+    def step(self, step: int) -> Iterator[None]:
+        """Trace what a `with` block does in this step, if it is one of those to trace."""
+        if step not in self._steps:
+            yield
+            return
         trainer = self._trainer
         if self._before is None:
             self._before = _compare_clocks(self._messages)
@@ -57,7 +55,7 @@ class Tracing:
                 trainer.trace = None
                 for stage in trainer.pipeline.lowbit_stages.values():
                     stage.traffic.trace = None
-        if last:
+        if step == self._steps[-1]:
             self._write()
 
     def _write(self) -> None:

@@ -119,9 +119,7 @@ class Trainer:
         with span(self.trace, "wait", message="rows of the tied embedding"):
             self.tied.begin_step(inputs, exact=done < self.config.codec_warmup_steps)
         with span(self.trace, "pipeline"):
-            loss, work = self._pass(
-                inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all)
-            )  # fmt: skip
+            loss, work = self._pass(inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all))
         self.work = work
         self.gradients.finish(self.config.pipeline.microbatches)
         self._exchange_gradients(work)

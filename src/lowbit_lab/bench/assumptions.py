@@ -250,9 +250,7 @@ class Observed(PlainGradients):
         self._repeating = False
         self._sent: dict[int, Tensor] = {}  # tensors sent in this direction, by boundary
         self._before = Traffic()
-        self.meters = {
-            way: [ErrorMeter(codec, repeats) for _ in at] for way, codec in zip(WAYS, codecs, strict=True)
-        }  # fmt: skip
+        self.meters = {way: [ErrorMeter(codec, repeats) for _ in at] for way, codec in zip(WAYS, codecs, strict=True)}
         self.alignment: list[dict[str, float]] = []
         self.norms: list[tuple[int, float]] = []
         self._handles = [m.register_forward_hook(self._hook(i, arrives=False)) for i, m in enumerate(self._modules)]
@@ -262,7 +260,7 @@ class Observed(PlainGradients):
         self._handles += [m.register_forward_hook(self._hook(i, arrives=True)) for i, m in enumerate(self._modules)]
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `Gradients`. Measures every message after the warm-up, and compares gradients every `every` steps."""
+        """Measure every message after the warm-up, and compare gradients every `every` steps."""
         coded = self._steps - self._warmup_steps
         if coded == 0:
             self._before = replace(self._emulation.traffic)

@@ -54,9 +54,7 @@ class ConvergenceBenchmark:
     regimes: Annotated[tuple[Regime, ...], EachOnce] = get_args(Regime)
     """scratch-warmup: from scratch, the first steps at full precision. scratch: from scratch, without a warm-up.
     finetune: from a full-precision checkpoint, on another text."""
-    boundaries: tuple[str, ...] = (
-        "fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "transform",
-    )  # fmt: skip
+    boundaries: tuple[str, ...] = ("fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "transform")
     """Formats of activations, by name or in full. tah-quant is our setting of TAH-Quant, tah-quant-published that of
     the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits by token). aq-sgd
     runs in fine-tuning only: it needs samples that repeat.

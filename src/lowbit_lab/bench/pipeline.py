@@ -65,9 +65,7 @@ class PipelineBenchmark:
 
     links: Links = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
-    boundaries: Names = (
-        *STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "transform",
-    )  # fmt: skip
+    boundaries: Names = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". stock-fp32 and stock-bf16 are
     PyTorch's own stage; tah-quant is our setting of TAH-Quant, tah-quant-published that of the paper's v2 (bits by
     tile), tah-quant-published-token that of its v1 (bits by token)."""

@@ -40,9 +40,7 @@ class SpectrumBenchmark:
     """File, folder or glob pattern to run the model on."""
     stages: AtLeastTwo = 4
     """Pipeline stages that the model is split into, at most one for each layer."""
-    codecs: tuple[str, ...] = (
-        "int8", "int4", "tah-quant", "tah-quant-published", "transform", "transform-backward",
-    )  # fmt: skip
+    codecs: tuple[str, ...] = ("int8", "int4", "tah-quant", "tah-quant-published", "transform", "transform-backward")
     """Formats to compare, by name or in full."""
     sequence: AtLeastTwo = 256
     """Tokens of a window."""

@@ -356,9 +356,7 @@ class Tasks:
         scored: dict[str, Metric] = {}
         if self._local:
             with loading.progress_bar(f"{title}, questions", count_inputs(self._local)) as progress:
-                scored |= score(
-                    model, self._local, batch=self._settings.batch, device=device, progress=progress
-                )  # fmt: skip
+                scored |= score(model, self._local, batch=self._settings.batch, device=device, progress=progress)
         if self._loaded:
             scored |= zero_shot(model, tokenizer, self._settings, self._loaded)
         return scored

@@ -207,10 +207,7 @@ def _run(kernel, like: Tensor, *arguments, activation: str, gated: bool, bits: i
 
     def work(start: int, stop: int) -> None:
         scratch = torch.empty(nbytes, dtype=torch.uint8)
-        kernel(
-            *arguments, like.numel(), code, gated, bits, group,
-            at_once, scratch.data_ptr(), start, stop,
-        )  # fmt: skip
+        kernel(*arguments, like.numel(), code, gated, bits, group, at_once, scratch.data_ptr(), start, stop)
 
     over_rows(work, ceil_div(like.numel(), group), like.nbytes)
 

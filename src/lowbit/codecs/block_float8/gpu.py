@@ -47,10 +47,7 @@ def _shape(numel: int, format: str, block: int) -> tuple[int, int, dict[str, int
     """Programs, warps, and the shape of a program's tensors."""
     form, width = FORMATS[format], power_of_two_from(block)
     groups = max(1, AT_ONCE // width)
-    shape = {
-        "BLOCK": block, "GROUPS": groups, "WIDTH": width,
-        "BITS": form.bits, "LOWEST": form.lowest,
-    }  # fmt: skip
+    shape = {"BLOCK": block, "GROUPS": groups, "WIDTH": width, "BITS": form.bits, "LOWEST": form.lowest}
     return ceil_div(ceil_div(numel, block), groups), warps_for(groups * width // 8), shape
 
 

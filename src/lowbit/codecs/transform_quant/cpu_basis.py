@@ -22,16 +22,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.transform_quant import basis
-from lowbit.codecs.transform_quant.basis import (
-    FARTHEST,
-    LONGEST,
-    PLACES,
-    RIDGE,
-    WEIGHT,
-    Basis,
-    start,
-    strides,
-)
+from lowbit.codecs.transform_quant.basis import FARTHEST, LONGEST, PLACES, RIDGE, WEIGHT, Basis, start, strides
 from lowbit.codecs.transform_quant.reference import TransformGeometry
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.lines import add_times, dot, largest, norm_of, squares
