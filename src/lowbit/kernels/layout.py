@@ -51,11 +51,6 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def packed_nbytes(count: int, bits: int) -> int:
-    """Bytes of `count` codes of `bits` bits; `count` is rounded up to a multiple of 8."""
-    return ceil_div(count, 8) * bits
-
-
 def zero_gaps(payload: Tensor, layout: Layout) -> None:
     """Clear the bytes between sections: equal tensors give equal payloads."""
     end = 0

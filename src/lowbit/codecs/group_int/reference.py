@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowbit.kernels import operator
 from lowbit.kernels.exact import LARGEST, SMALLEST, inverse, store, uniform
-from lowbit.kernels.layout import Layout, ceil_div, pack_groups, packed_nbytes, unpack_groups, zero_gaps
+from lowbit.kernels.layout import Layout, ceil_div, pack_groups, unpack_groups, zero_gaps
 from lowbit.kernels.operators import check_bytes, check_numbers
 
 NAN_SCALE = 0x7FC0  # the bfloat16 scale of a group with NaN or Inf, whose codes and middle are zero
@@ -18,7 +18,7 @@ def group_int_layout(numel: int, bits: int, group: int, symmetric: bool) -> Layo
     """Payload of `encode` (see `lowbit.codecs.GroupInt` for the meaning of the sections)."""
     groups = ceil_div(numel, group)
     mids = 0 if symmetric else 2 * groups
-    return Layout.of(scales=2 * groups, mids=mids, codes=packed_nbytes(numel, bits))
+    return Layout.of(scales=2 * groups, mids=mids, codes=ceil_div(numel, 8) * bits)
 
 
 def check_settings(bits: int, group: int) -> None:
