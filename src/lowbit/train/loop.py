@@ -161,7 +161,7 @@ class Run:
                 for watcher in self._watchers:
                     watcher.record(metrics)
                 last = bool(on_step is not None and on_step(metrics)) or done >= run.steps
-                self._end_step(metrics, last=last)
+                self.end_step(metrics, last=last)
                 if last:
                     break
             return self._conclude(done, steps_here, before)
@@ -176,7 +176,7 @@ class Run:
             finally:  # or this process, such as a notebook, could not use the folder again
                 self.folder.unlock()
 
-    def _end_step(self, metrics: StepMetrics, *, last: bool) -> None:
+    def end_step(self, metrics: StepMetrics, *, last: bool) -> None:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
         if self.connections.due(done):

@@ -178,15 +178,12 @@ def recipe(link: Link, boundary: str, output: Path) -> TrainConfig:
     The learning rate stays constant after its rise, so that runs with different numbers of steps can be compared
     throughout. Batches are small, so that a step of the slowest run is a small part of its time.
     """
-    config = recipe_of(
-        SETTINGS, "fp32" if boundary == AUTO else boundary,
+    return recipe_of(
+        SETTINGS, boundary,
         data=replace(SETTINGS.data, batch=BATCH, max_bytes=2_000_000, held_out_share=0.0),
         optimizer=OptimizerConfig(lr=2e-3, lr_end=1.0, lr_warmup_steps=10),
         output=str(folder(link, boundary, output)), overwrite=True, steps=MOST_STEPS,
     )  # fmt: skip
-    if boundary == AUTO:
-        config = replace(config, pipeline=replace(config.pipeline, forward=(AUTO,), backward=()))
-    return config
 
 
 def outcome(folder: Path) -> dict[str, Any]:

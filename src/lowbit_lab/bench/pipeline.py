@@ -5,12 +5,13 @@ round, so that other work on the machine slows all of them alike. PyTorch's own 
 with the same bits, because part of the gain is scheduling: receives posted early, sends not waited for.
 """
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,7 +19,7 @@ from pydantic import Field
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from lowbit.train.config import AUTO, DataConfig, ModelConfig, PipelineConfig
 from lowbit.wire.connections import MOST_CONNECTIONS
 from lowbit_lab.bench.runs import (
     MANY_STAGES,
@@ -68,7 +69,7 @@ class PipelineBenchmark:
     boundaries: Names = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". stock-fp32 and stock-bf16 are
     PyTorch's own stage; tah-quant is our setting of TAH-Quant, tah-quant-published that of the paper's v2 (bits by
-    tile), tah-quant-published-token that of its v1 (bits by token)."""
+    tile), tah-quant-published-token that of its v1 (bits by token). auto: what a run chooses for each link."""
     backward: str = ""
     """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""
@@ -139,22 +140,34 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
         `seconds_per_step`, `compute_seconds`, `codec_seconds` (including `checksum_seconds`), `wait_seconds` (of a
         step, mean over ranks), `loss` (of the last step; all boundaries of a link have done the same steps),
         `state_bytes` (kept between steps, all ranks), `steps`, `evaluation_seconds` (None without evaluations),
-        `codec_mbit` (a link that one rank's codec can just keep busy; None for PyTorch's own stage). With `compute`,
-        `loss` is None.
+        `codec_mbit` (a link that one rank's codec can just keep busy; None for PyTorch's own stage), `turns` (tokens
+        per second of each), `chosen` (the formats of "auto"). With `compute`, `loss` is None. For "auto", `over_fixed`:
+        the median over turns of its speed relative to the fixed format that is fastest on this link, and the 95 %
+        interval of that median, `over_fixed_low` and `_high` (from 6 turns on).
     """
     with tempfile.TemporaryDirectory() as folder:
 
         def prepare(ranks: Workers, _: int) -> list[Phase]:
-            every = []
+            every, choosing = list[dict[str, Any]](), list[dict[str, Any]]()
             for pipeline, boundary, count in product(settings.pipelines, settings.boundaries, settings.connections):
                 if boundary in STOCK and count != settings.connections[0]:
                     continue
                 count = 1 if boundary in STOCK else count
                 name = f"{Split.of(pipeline)} {count} {boundary}"
-                _open(settings, ranks, pipeline, boundary, count, name, f"{folder}/{len(every)}")
+                run = _run(settings, pipeline, boundary, count, f"{folder}/{len(every)}")
+                if boundary == AUTO:
+                    choosing.append({"name": name, **run})
+                else:
+                    ranks.ask("open", name=name, **run)
+                    ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)  # all samples once
                 every.append({"name": name})
             turn = {"count": settings.steps, "evaluate": settings.evaluations > 0}
-            return [Phase(name="train", order="turn", contenders=every, arguments=turn, rounds=settings.rounds)]
+            before = ("choose", {"runs": choosing}) if choosing else None
+            return [
+                Phase(
+                    name="train", order="turn", contenders=every, arguments=turn, rounds=settings.rounds, before=before
+                )
+            ]
 
         for taken in take_turns(PROGRAM, [settings.pipeline.ranks], settings.links, prepare):
             yield rows_of(settings, taken)
@@ -163,7 +176,8 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
 def row_of(one: Taken, backward: str, *, trained: bool) -> dict[str, Any]:
     """Return the row of one boundary on one link, without comparisons."""
     split, connections, boundary = one.contender["name"].split(" ", 2)
-    steps = [step for turn in one.turns for step in merged(answer["steps"] for answer in turn)]
+    turns = [merged(answer["steps"] for answer in turn) for turn in one.turns]
+    steps = [step for turn in turns for step in turn]
     speeds = [step["tokens_per_second"] for step in steps]
     evaluations = [max(answer["evaluation"] for answer in turn) for turn in one.turns if turn[0]["evaluation"]]
 
@@ -188,6 +202,8 @@ def row_of(one: Taken, backward: str, *, trained: bool) -> dict[str, Any]:
         "steps": len(steps),
         "evaluation_seconds": statistics.median(evaluations) if evaluations else None,
         "state_bytes": sum(answer["state_bytes"] for answer in one.turns[-1]),
+        "turns": [len(turn) / sum(1 / step["tokens_per_second"] for step in turn) for turn in turns],
+        "chosen": one.turns[-1][0]["chosen"],
     }
 
 
@@ -201,30 +217,44 @@ def rows_of(settings: PipelineBenchmark, taken: Sequence[Taken]) -> list[dict[st
         best = max((s["tokens_per_second"] for s in stock if s["link"] == row["link"]), default=None)
         row["speedup_best_stock_fp32"] = speed / best if best else None
         row["share_of_unlimited"] = speed / unlimited if unlimited else None
+        if row["boundary"] == AUTO:
+            alike = [r for r in rows if all(r[key] == row[key] for key in ("link", "split", "connections"))]
+            fixed = [r["turns"] for r in alike if r["boundary"] not in (AUTO, *STOCK)]
+            if fixed:
+                fastest = max(fixed, key=statistics.median)
+                row |= interval([own / other for own, other in zip(row["turns"], fastest, strict=True)], "over_fixed")
     return rows
 
 
-def _open(
-    settings: PipelineBenchmark,
-    ranks: Workers,
-    pipeline: PipelineConfig,
-    boundary: str,
-    connections: int,
-    name: str,
-    folder: str,
-) -> None:
-    """Set up a boundary's run, and train on every sample once."""
+def interval(values: Sequence[float], name: str) -> dict[str, Any]:
+    """Return a median and its 95 % interval, whatever the distribution: the k-th lowest and k-th highest value.
+
+    The bounds are None for fewer than 6 values.
+    """
+    ordered, count = sorted(values), len(values)
+    outside = list(accumulate(2 * math.comb(count, k) / 2**count for k in range(count)))  # beyond the k + 1st values
+    k = sum(share <= 0.05 for share in outside)
+    low, high = (ordered[k - 1], ordered[-k]) if k else (None, None)
+    return {name: statistics.median(values), f"{name}_low": low, f"{name}_high": high}
+
+
+def _run(
+    settings: PipelineBenchmark, pipeline: PipelineConfig, boundary: str, connections: int, folder: str
+) -> dict[str, Any]:
+    """Return the arguments that open a boundary's run."""
     held_out = settings.evaluations * settings.data.batch
     windows = settings.samples + held_out
     data = replace(settings.data, held_out_share=held_out / windows) if held_out else settings.data
     if data.tokenizer == "bytes":
         data = replace(data, max_bytes=min(data.max_bytes, 2 * windows * data.sequence))
-    config = recipe(settings, boundary, pipeline=pipeline, data=data, output=folder, eval_batches=settings.evaluations)
-    ranks.ask(
-        "open", name=name, config=as_mapping(config), samples=settings.samples, connections=connections,
-        compute=settings.compute.seconds,
+    config = recipe(
+        settings, boundary, pipeline=pipeline, data=data, output=folder, overwrite=True, connections=connections,
+        eval_batches=settings.evaluations,
     )  # fmt: skip
-    ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)
+    return {
+        "config": as_mapping(config), "samples": settings.samples, "connections": connections,
+        "compute": settings.compute.seconds,
+    }  # fmt: skip
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
@@ -283,6 +313,9 @@ COMMAND = Command(
                 Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
                 Column("over best\nstock fp32", "speedup_best_stock_fp32", "{:.2f}x"),
                 Column("of un-\nlimited", "share_of_unlimited", "{:.0%}"),
+                Column("over best\nfixed", "over_fixed", "{:.2f}x"),
+                Column("95 %\nfrom", "over_fixed_low", "{:.2f}"),
+                Column("to", "over_fixed_high", "{:.2f}"),
             ],
         ),
         Table(

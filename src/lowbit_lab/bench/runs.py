@@ -19,6 +19,7 @@ from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.pipeline import LowBitStage, connect_more
 from lowbit.report import Row
+from lowbit.train.auto import described
 from lowbit.train.boundaries import make_codecs, stock_dtype
 from lowbit.train.config import (
     DataConfig,
@@ -91,7 +92,7 @@ def recipe(
 
     Args:
         settings: with `model`, `data`, `pipeline`, `backward`, `device`, `precision` and `seed`.
-        boundary: a name in `STOCK`, or a codec for each direction.
+        boundary: a name in `STOCK`, a codec for each direction, or "auto".
         model, data, pipeline, optimizer: replace those of the settings; run: fields of `RunConfig`.
     """
     formats = formats_of(boundary, settings.backward)
@@ -168,6 +169,7 @@ class Runs:
         self._connections: dict[str, int] = {}
         self._devices: dict[str, Device] = {}
         self._recordings: dict[str, Recording] = {}
+        self._choosing: dict[str, Run] = {}  # whose formats are "auto"
 
     def open(self, name: str, config: dict[str, Any], samples: int, connections: int = 1, compute: float = 0.0) -> None:
         """Set up a run.
@@ -190,9 +192,24 @@ class Runs:
             if key not in self._recordings:
                 self._recordings[key] = Recording(prepared, samples or len(prepared.data.train))
             self._devices[name] = Device(trainer, self._recordings[key], compute)
+        if trainer.config.pipeline.is_auto:
+            if name in self._choosing:
+                self._choosing[name].folder.unlock()
+            self._choosing[name] = Run(trainer)
+
+    def choose(self, runs: list[dict[str, Any]]) -> None:
+        """Open runs with the formats "auto", again on each link, and train until they have chosen."""
+        for arguments in runs:
+            self.open(**arguments)
+            run = self._choosing[arguments["name"]]
+            while run.trainer.links.pairs and run.auto is not None and run.auto.choice is None:
+                self.steps(arguments["name"], 1)
 
     def steps(self, name: str, count: int) -> list[dict[str, Any]]:
-        """Advance a run; return metrics of each step (`lowbit.train.metrics.StepMetrics`)."""
+        """Advance a run; return metrics of each step (`lowbit.train.metrics.StepMetrics`).
+
+        The time of a step with the formats "auto" includes that of looking at the links after it.
+        """
         trainer = self._trainers[name]
         connect_more(trainer.replicas.pipeline, self._connections[name], timeout=TIMEOUT_SECONDS)
         dist.barrier()
@@ -202,15 +219,24 @@ class Runs:
         for step in range(start, start + count):
             if name in self._devices:
                 self._devices[name].ids = trainer.order.ids(step)
-            done.append(dataclasses.asdict(trainer.step(step)))
+            begin = time.perf_counter()
+            metrics = trainer.step(step)
+            if name in self._choosing:
+                self._choosing[name].end_step(metrics, last=False)
+                seconds = time.perf_counter() - begin
+                speed = metrics.tokens_per_second * metrics.seconds / seconds
+                metrics = replace(metrics, seconds=seconds, tokens_per_second=speed)
+            done.append(dataclasses.asdict(metrics))
         return done
 
     def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
         """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""
+        run = self._choosing.get(name)
         return {
             "steps": self.steps(name, 1 + count)[1:],
             "evaluation": self.evaluate(name) if evaluate else None,
             "state_bytes": self.state_bytes(name),
+            "chosen": described(run.choices[-1].formats) if run is not None and run.choices else None,
         }
 
     def held_out_loss(self, name: str) -> float:
@@ -219,8 +245,8 @@ class Runs:
 
     def evaluate(self, name: str) -> float:
         """Return the seconds of an evaluation on held-out text, with this run's formats at the boundaries."""
-        prepared = self._trainers[name].prepared
-        codecs = prepared.codecs.forward if prepared.config.pipeline.boundary == "lowbit" else None
+        trainer = self._trainers[name]
+        codecs = trainer.pipeline.codecs.forward if trainer.config.pipeline.boundary == "lowbit" else None
         dist.barrier()
         start = time.perf_counter()
         self._evaluate(name, codecs)

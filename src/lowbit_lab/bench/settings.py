@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, ValidationInfo
 from lowbit.codecs import Codec, parse_pair
 from lowbit.config import ConfigError
 from lowbit.report import Column, Row
+from lowbit.train.config import AUTO
 from lowbit_lab.network import Link
 
 STOCK = ("stock-fp32", "stock-bf16")
@@ -31,9 +32,10 @@ Device = Literal["cpu", "cuda"]
 
 
 def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
-    """Return a boundary's formats in full, as `forward` and `backward`; None for PyTorch's own stage."""
+    """Return a boundary's formats in full, as `forward` and `backward`; None for PyTorch's own stage; "auto" stays."""
     try:
-        pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
+        plain = {AUTO: AUTO, **dict.fromkeys(STOCK)}
+        pair = (plain[boundary],) * 2 if boundary in plain else map(repr, parse_pair(boundary, backward))
     except ValueError as error:
         raise ConfigError(f"boundaries has {boundary!r}: {error}") from error
     return dict(zip(("forward", "backward"), pair, strict=True))

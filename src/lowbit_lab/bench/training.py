@@ -36,7 +36,7 @@ from lowbit.train.data import Data, Windows, load_data
 from lowbit.train.layout import make_layout
 from lowbit.train.model import add_adapters, build_model, next_token_loss, vocabulary
 from lowbit.train.optim import eight_bit_adamw, make_optimizer
-from lowbit.train.single_process import model_loss, train_single_process
+from lowbit.train.single_process import Loss, PlainGradients, model_loss, train_single_process
 from lowbit_lab.bench.workers import report_progress, serve
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def train(
     }
 
 
-class Replicas:
+class Replicas(PlainGradients):
     """Emulates gradients of `RANKS` ranks in one process, which share a batch, with one sample per micro-batch.
 
     As in AGoQ's all-reduce, each rank's sum over its micro-batches is coded for the network, and the sum over the ranks
@@ -219,9 +219,10 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module, codec: Codec) -> None:
+        super().__init__(model)
         self.codec, self.storage = codec, GradientStorage(model, codec=codec)
 
-    def backward(self, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+    def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean gradient of a batch into the storage.
 
         Args:

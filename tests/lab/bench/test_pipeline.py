@@ -1,5 +1,7 @@
 import dataclasses
 import math
+import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import build_model, next_token_loss
 from lowbit.train.prepare import prepare
 from lowbit.wire.checksum import CHECKSUM_BYTES
-from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark
+from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark, interval
 from lowbit_lab.bench.runs import Duration, Recording, recipe
 from lowbit_lab.bench.workers import set_link
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
@@ -81,6 +83,29 @@ def test_the_number_of_connections_changes_nothing_but_the_speed():
         assert (one["loss"], one["bits_forward"], one["bits_backward"]) == (
             more["loss"], more["bits_forward"], more["bits_backward"],
         )  # fmt: skip
+
+
+@pytest.mark.skipif(SlowLink.available() is not None, reason=f"{SlowLink.available()}")
+def test_auto_chooses_on_each_link_and_is_compared_with_the_best_fixed_format():
+    links = (Link(SLOW), Link(None))
+    rows = run(COMMAND, dataclasses.replace(TINY, links=links, boundaries=("bf16", "int8", "auto"), rounds=6)).rows
+    (_, _, slow), (bf16, int8, free) = rows[:3], rows[3:]
+    assert (slow["forward"], slow["bits_forward"] < 9) == ("auto", True)
+    assert free["chosen"] == "boundary 0 to 2 bf16" or free["bits_forward"] > slow["bits_forward"]
+    best = max((bf16, int8), key=lambda row: statistics.median(row["turns"]))
+    ratios = sorted(own / other for own, other in zip(free["turns"], best["turns"], strict=True))
+    assert free["over_fixed"] == statistics.median(ratios)
+    assert (free["over_fixed_low"], free["over_fixed_high"]) == (ratios[0], ratios[-1])
+
+
+def test_intervals_hold_the_median_in_95_percent():
+    assert interval([5, 1, 4, 2, 3], "x") == {"x": 3, "x_low": None, "x_high": None}
+    generator = random.Random(0)
+    held = 0
+    for _ in range(500):
+        found = interval([generator.expovariate(1) for _ in range(12)], "x")
+        held += found["x_low"] <= math.log(2) <= found["x_high"]
+    assert 0.94 < held / 500 < 0.99  # exactly 0.961
 
 
 def test_what_is_kept_between_steps(report: Report):
