@@ -335,7 +335,7 @@ def write(paths: Sequence[Path], output: Path | None = None) -> Path:
         page, place = training.comparison_page(runs, problems), _COMPARISON
     else:
         assert measured is not None  # files of results were refused above without it
-        page = measured.results_page(measured.paired(list(results), list(results.values())), problems)
+        page = measured.results_page(results, problems)
         place = next(iter(results)).with_suffix(".html") if len(paths) == 1 else _COMPARISON
     write_page(page, output or place)
     if output is None and place.name == training.PAGE:

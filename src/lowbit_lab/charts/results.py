@@ -95,11 +95,13 @@ def read_results(file: Path) -> tuple[Report, Command | None]:
 
 def write_results(command: Command, file: Path) -> None:
     """Write the page of results next to their file, or log a warning."""
-    try_to_write(lambda: results_page({file.stem: (Report.read_json(file), command)}), file.with_suffix(".html"))
+    try_to_write(lambda: results_page({file: (Report.read_json(file), command)}), file.with_suffix(".html"))
 
 
-def results_page(results: Mapping[str, tuple[Report, Command | None]], problems: Sequence[str] = ()) -> Page:
-    """Make a page about results by name."""
+def results_page(files: Mapping[Path, tuple[Report, Command | None]], problems: Sequence[str] = ()) -> Page:
+    """Make a page about results by their files."""
+    names = distinct_names([file.with_suffix("") for file in files])
+    results = dict(zip(names, files.values(), strict=True))
     parts, problems = list[Part](), list(problems)
     several = len(results) > 1
     for name, (report, command) in results.items():
@@ -129,13 +131,6 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
         title=" and ".join(kinds) + (f", {len(results)} results" if several else ""), problems=problems,
         subtitle=", ".join(results), parts=[part for part in parts if part.rows or part.figure or part.picture],
     )  # fmt: skip
-
-
-def paired(
-    files: Sequence[Path], read: Sequence[tuple[Report, Command | None]]
-) -> dict[str, tuple[Report, Command | None]]:
-    """Return results by short names."""
-    return dict(zip(distinct_names([file.with_suffix("") for file in files]), read, strict=True))
 
 
 def _parts(report: Report, command: Command | None) -> Iterator[Part]:

@@ -333,11 +333,7 @@ class Traffic(Helper):
         super().__init__("the other traffic", [_PROBE, "share", address, peer, str(count)], within=host.enter)
 
     def await_connections(self) -> None:
-        """Return once its connections are open.
-
-        Raises:
-            LinkUnavailable: they cannot be opened.
-        """
+        """Return once its connections are open; LinkUnavailable: they cannot be opened."""
         if problem := self._problem("ok"):
             raise LinkUnavailable(f"no other traffic: {problem.splitlines()[-1]}")
 
