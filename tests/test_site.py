@@ -1,5 +1,6 @@
 """The built site: every page is in the navigation, every link leads somewhere, every public name has its place.
 
+And what the package index makes of the README: nothing is dropped, and every address holds outside the repository.
 `make test-docs` builds the site first; `make test` leaves these tests out.
 """
 
@@ -7,7 +8,7 @@ import re
 import zlib
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
-from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -15,8 +16,15 @@ import pytest
 from tests.test_docs import ADDRESSES, ROOT
 from tests.test_import import PUBLIC
 
+renderer = pytest.importorskip("readme_renderer.markdown", reason="no readme_renderer: the extra lowbit[docs]")
+pytest.importorskip("hatchling", reason="no hatchling: the extra lowbit[docs]")
+
+from docs.hooks.package import CustomMetadataHook, description  # noqa: E402
+
 SITE = ROOT / "site"
 FILES = sorted(SITE.glob("**/*.html"))
+README = (ROOT / "README.md").read_text()
+REPOSITORY = "https://example.org/owner/lowbit"
 pytestmark = [pytest.mark.docs, pytest.mark.skipif(not FILES, reason="there is no site/: make docs")]
 
 
@@ -64,31 +72,25 @@ class Found(HTMLParser):
             self._text.append(data)
 
 
-def parsed(file: Path) -> Found:
+def parsed(text: str) -> Found:
     page = Found()
-    page.feed(file.read_text(encoding="utf-8"))
+    page.feed(text)
     return page
 
 
-PAGES = {file.relative_to(SITE).as_posix(): parsed(file) for file in FILES}
+PAGES = {file.relative_to(SITE).as_posix(): parsed(file.read_text(encoding="utf-8")) for file in FILES}
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_links_and_their_anchors_exist(name: str):
-    dead = [link for link in (*PAGES[name].links, *PAGES[name].assets) if not leads_somewhere(link, name)]
-    assert not dead
+def test_links_and_their_anchors_exist_and_nothing_is_loaded_from_elsewhere():
+    for name, page in PAGES.items():
+        assert [link for link in (*page.links, *page.assets) if not leads_somewhere(link, name)] == [], name
+        assert [asset for asset in page.assets if urlsplit(asset).netloc] == [], name
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_nothing_is_loaded_from_elsewhere(name: str):
-    assert [asset for asset in PAGES[name].assets if urlsplit(asset).netloc] == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_markdown_has_become_html(name: str):
+def test_markdown_has_become_html():
     """Lists without an empty line before them, tables that are none, marks of references that lead nowhere."""
-    for text in PAGES[name].paragraphs:
-        assert not re.search(r"\n\s*([-*+]|\d+\.) |\n\s*\||```|\]\[|\]\(|^::: |\*\*|\[!", text), text
+    left = re.compile(r"\n\s*([-*+]|\d+\.) |\n\s*\||```|\]\[|\]\(|^::: |\*\*|\[!")
+    assert [(name, text) for name, page in PAGES.items() for text in page.paragraphs if left.search(text)] == []
 
 
 def test_every_page_is_in_the_navigation():
@@ -144,3 +146,31 @@ def test_the_site_names_no_address_of_the_project_but_those_of_pyproject():
     ]
     allowed = tuple(filter(None, ADDRESSES.values()))
     assert [link for link in ours if urlsplit(link).netloc and not link.startswith(allowed)] == []
+
+
+def test_the_package_index_drops_nothing_of_the_readme():
+    text = description(README, REPOSITORY)
+    html = renderer.render(text)
+    page = parsed(html)
+    assert len(page.assets) == len(re.findall(r"!\[|<img\b", README))
+    assert html.count("<table") == len(re.findall(r"^\|[-| :]+\|$", README, re.M))
+    assert html.count("<pre") == len(re.findall(r"^```", README, re.M)) // 2
+    assert "<picture" not in text
+
+
+@pytest.mark.parametrize("repository", [REPOSITORY, ""])
+def test_the_package_index_names_files_by_their_address_in_the_repository(repository: str):
+    page = parsed(renderer.render(description(README, repository)))
+    addresses = [*page.links, *page.assets]
+    assert any(address.startswith("https://arxiv.org/") for address in addresses)
+    assert [address for address in addresses if not re.match(r"https://|#", address)] == []
+    named = re.findall(rf"{REPOSITORY}/(?:blob|raw)/main/([^#\s]+)", "\n".join(addresses))
+    assert bool(named) == bool(repository)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_package_states_the_addresses_of_the_project():
+    metadata: dict[str, Any] = {}
+    CustomMetadataHook(str(ROOT), {}).update(metadata)
+    assert metadata["urls"] == {name.capitalize(): address for name, address in ADDRESSES.items() if address}
+    assert metadata["readme"]["text"] == description(README, ADDRESSES["repository"])
