@@ -73,8 +73,8 @@ FAR = {"address": "172.16.4.4", "gloo_address": "172.16.4.4", "near": False}
          ["warning m0: its speed was not measured: no such model -> without it, no plan"]),
         ({"alone": "port 29400 cannot be reached from here", "facts": ({"meet_address": "10.0.0.1"},)},
          ["open the port there: sudo iptables -I INPUT -p tcp -s 10.0.0.1 --dport 29400 -j ACCEPT"]),
-        ({"facts": ({"recipe": "a.toml", "recipe_problem": "run.connections is 0; allowed: 1 to 32"}, {"recipe": "a.toml"})},
-         ["stop m0: run.connections is 0; allowed: 1 to 32 -> correct a.toml, or copy it"]),
+        ({"facts": ({"recipe": "a.toml", "recipe_problem": "connections is 0; allowed: 1"}, {"recipe": "a.toml"})},
+         ["stop m0: connections is 0; allowed: 1 -> correct a.toml, or copy it"]),
         pytest.param(  # the queue overflowed once, as TCP looked for the rate
             {"links": links({"mbit": 94.0, "loss": 0.04, **TO_BBR}, {"mbit": 93.0, **TO_BBR})}, [], id="clean, queue"
         ),
