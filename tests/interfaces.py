@@ -1,20 +1,14 @@
-"""Whole runs of `lowbit train` on hosts of their own, and what the hosts' network interfaces have counted.
-
-`python -m tests.interfaces MBIT OPTIONS` makes such a run over a link of a rate, with the options of `lowbit train`.
-"""
+"""Whole runs of `lowbit train` on hosts of their own, and what the hosts' network interfaces have counted."""
 
 import ctypes
 import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowbit.cli.commands import Train
 from lowbit.train import TrainConfig, train
-from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.wire import messages
 from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
@@ -83,20 +77,3 @@ def _rename_host(name: str) -> None:
     if ctypes.CDLL(None, use_errno=True).unshare(_OWN_NAME):
         raise OSError(ctypes.get_errno(), "cannot have a host name of its own")
     socket.sethostname(name)
-
-
-def main() -> None:
-    """Print what the interfaces have counted, and what the run says."""
-    config = Train().parser("lowbit train").resolve(sys.argv[2:], "config")[0]
-    with SlowLink(hosts=config.ranks, rate_mbit=float(sys.argv[1])) as link, tempfile.TemporaryDirectory() as folder:
-        counted = train_on_hosts(config, link, Path(folder), timeout=1200)
-    output = Path(config.run.output)
-    print("interfaces", counted, sum(counted))
-    summary = read_summary(output / "summary.json")
-    print("summary", summary.bytes_sent, summary.parts)
-    for line in read_metrics(output / "metrics.jsonl"):
-        print("step", line["step"], f"{line['seconds']:.2f} s", line["bytes_sent"], line["parts"])
-
-
-if __name__ == "__main__":
-    main()

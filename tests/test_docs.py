@@ -22,6 +22,7 @@ import yaml
 from markdown_it import MarkdownIt
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import lowbit
 from benchmarks.__main__ import BENCHMARKS
 from lowbit.cli.app import COMMANDS, Group
 from lowbit.plan.cluster import Cluster
@@ -198,7 +199,7 @@ def test_links_lead_somewhere(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_block_is_of_a_kind_that_is_checked(page: Path):
+def test_every_block_is_of_a_kind_that_is_checked_and_can_be_read(page: Path):
     check_blocks(page.read_text(), recipes=page.name == "data-parallel.md" or page.parent.name == "engines")
 
 
@@ -214,6 +215,7 @@ def check_blocks(text: str, *, recipes: bool = False) -> None:
             f"line {block.line}: {block.words}"
         )
         assert block.language != "py" or recipes, f"line {block.line}: no test runs it"
+        check_body(block)
 
 
 def anchors(text: str) -> set[str]:
@@ -267,14 +269,14 @@ def check_lowbit(words: list[str], command: Any = COMMANDS) -> None:
         command.parser("lowbit").read(words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_configurations_are_understood(page: Path):
-    for block in blocks(page.read_text()):
-        if block.language == "toml":
+def check_body(block: Block) -> None:
+    """Assert that what a block holds can be read, if it is of a kind that is only read."""
+    match block.language:
+        case "toml":
             check_toml(tomllib.loads(block.body))
-        if block.language == "yaml":
+        case "yaml":
             check_task(yaml.safe_load(block.body))
-        if block.language == "bibtex":
+        case "bibtex":
             assert re.fullmatch(r"@\w+\{[\w-]+,\n(  \w+ += \{.*\},?\n)+\}\n", block.body), block.body
             assert block.body.count("{") == block.body.count("}")
 
@@ -300,20 +302,34 @@ def check_task(values: dict[str, Any]) -> None:
         assert set(values) <= {field.name for field in dataclasses.fields(tasks.TaskConfig)}
 
 
-@pytest.mark.parametrize("command", ["lowbit train a.toml --nonsense 3", "make nonsense", "nonsense --option"])
-def test_a_command_that_does_not_exist_fails(command: str):
-    with pytest.raises((AssertionError, ConfigError)):
-        check_command(shlex.split(command))
-
-
-@pytest.mark.parametrize("text", ["```\nx\n```\n", "```json\n{}\n```\n", "Text:\n\n    indented\n", "```py\n1\n```\n"])
-def test_a_block_that_no_test_reads_fails(text: str):
-    with pytest.raises(AssertionError):
-        check_blocks(text)
-
-
-def test_a_failing_block_fails(tmp_path: Path):
+def test_what_does_not_exist_or_run_fails(tmp_path: Path):
+    refused = {
+        "lowbit train a.toml --nonsense 3": ConfigError, "make nonsense": AssertionError,
+        "nonsense --option": AssertionError,
+    }  # fmt: skip
+    for command, kind in refused.items():
+        with pytest.raises(kind):
+            check_command(shlex.split(command))
+    for text in ("```\nx\n```\n", "```json\n{}\n```\n", "Text:\n\n    indented\n", "```py\n1\n```\n"):
+        with pytest.raises(AssertionError):
+            check_blocks(text)
     script = tmp_path / "page.py"
     script.write_text("raise ValueError('in the page')")
     with pytest.raises(AssertionError, match="in the page"):
         run(script, ranks=0)
+
+
+def test_citation_and_changelog_agree_with_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    page = (ROOT / "docs" / "citation.md").read_text().replace("{", "").replace("}", "")
+    assert citation["title"].startswith(PROJECT["name"])
+    assert str(citation["version"]) == PROJECT["version"] == lowbit.__version__
+    assert PROJECT["version"] in page
+    assert citation["license"] == PROJECT["license"]
+    assert citation.get("repository-code", "") == ADDRESSES["repository"]
+    for reference in citation["references"]:
+        assert reference["title"] in page
+        assert all(identifier["value"] in page for identifier in reference["identifiers"])
+    versions = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == "Unreleased"
+    assert len(set(versions)) == len(versions)

@@ -21,9 +21,8 @@ from lowbit.wire.errors import AgreementError, PeerError
 from tests.command_line import invoke
 
 EVIL = "x\x1b[31m\x1b]0;owned\x07\x9b2J\u202e[red][link=http://evil]y\rz\x08\u2028\u200b"
-NAME = f"{EVIL}\n\udcff"
+NAME = f"{EVIL}\n\udcff".replace("/", "")
 """Of a file: Linux takes all but a slash and zero."""
-NAME = NAME.replace("/", "")
 
 
 def raw(text: str) -> list[str]:
@@ -143,23 +142,19 @@ def test_a_variable_is_shown_without_it_too(name: str, monkeypatch: pytest.Monke
     assert raw(result.output) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("Grüße 你好 👩\u200d💻 می\u200cخواهم e\u0301", "Grüße 你好 👩\u200d💻 می\u200cخواهم e\u0301"),
-        ("a\tb\x1b[0m", "a\\tb\\x1b[0m"),
-        ("\u202eevil\u2066", "\\u202eevil\\u2066"),
-        ("\x85\x9b\x7f\0", "\\x85\\x9b\\x7f\\x00"),
-        ("\udcff", "\\udcff"),
-    ],
-)
-def test_what_is_escaped(text: str, shown: str):
-    assert printable(text) == shown
-    assert lines(f"{text}\n").rstrip("\n") == shown.replace("\\t", "\t")
-    shown.encode("utf-8")
-
-
-def test_an_error_has_one_line_of_bounded_length():
+def test_what_is_escaped_and_that_an_error_has_one_line_of_bounded_length():
+    foreign = "Grüße 你好 👩\u200d💻 می\u200cخواهم e\u0301"
+    escaped = {
+        foreign: foreign,
+        "a\tb\x1b[0m": "a\\tb\\x1b[0m",
+        "\u202eevil\u2066": "\\u202eevil\\u2066",
+        "\x85\x9b\x7f\0": "\\x85\\x9b\\x7f\\x00",
+        "\udcff": "\\udcff",
+    }
+    assert {text: printable(text) for text in escaped} == escaped
+    for text, shown in escaped.items():
+        assert lines(f"{text}\n").rstrip("\n") == shown.replace("\\t", "\t")
+        shown.encode("utf-8")
     assert one_line("a\n\n  b\r\nc") == "a b c"
     assert len(one_line("x" * 10**7)) < MOST_CHARACTERS + 10
     for error in (PeerError(f"rank 1: {EVIL}", 1), AgreementError(f"the ranks do not agree:\n  {EVIL}: 1 on rank 1")):
@@ -175,7 +170,7 @@ def test_what_libraries_and_logs_write_is_filtered(monkeypatch: pytest.MonkeyPat
         log.warning("%s cannot be read: %s", Path(EVIL), "two\nlines")
         warnings.showwarning(EVIL, UserWarning, EVIL, 1)  # pyright: ignore[reportArgumentType]
         sys.stderr.writelines([EVIL, EVIL])
-        sys.excepthook(*_raised(KeyError(EVIL)))
+        sys.excepthook(KeyError, KeyError(EVIL), None)
         sys.stdout.write("\r 50%")
         assert sys.stdout.isatty() is False
     text = output.getvalue()
@@ -183,10 +178,6 @@ def test_what_libraries_and_logs_write_is_filtered(monkeypatch: pytest.MonkeyPat
     assert "KeyError" in text
     assert text.count("\r") == 1, "progress of other packages"
     assert raw(text.replace("\r", "")) == []
-
-
-def _raised(error: Exception) -> tuple[type[BaseException], BaseException, None]:
-    return type(error), error, None
 
 
 def test_a_table_and_a_live_line_are_filtered_and_keep_their_own_colors():
@@ -206,14 +197,10 @@ def test_a_table_and_a_live_line_are_filtered_and_keep_their_own_colors():
         assert sequence not in text
 
 
-def test_settings_that_are_printed_can_be_read_back():
+def test_settings_that_are_printed_can_be_read_back_and_a_page_holds_nothing_raw_either():
     config = resolve(TrainConfig, None, [("run.output", f"a{EVIL}\x85\U000e0001")])
-    Path("run.toml").write_text(text := to_toml(config), encoding="utf-8")
-    assert raw(text) == []
-    assert read_toml(Path("run.toml"))["run"]["output"] == config.run.output
-
-
-def test_a_page_holds_nothing_raw_either():
+    assert raw(text := to_toml(config)) == []
+    assert read_toml(Path(toml(text)))["run"]["output"] == config.run.output
     invoke("report", run_of("run"))
     page = Path("run/report.html").read_text(encoding="utf-8")
     assert "owned" in page
