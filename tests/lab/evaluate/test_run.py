@@ -14,16 +14,10 @@ from lowbit.tensor_parallel import Calibration, CalibrationError
 from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
 from tests.command_line import invoke
-from tests.lab.evaluate.models import write_checkpoint
-from tests.lab.evaluate.questions import WINOGRANDE
+from tests.lab.evaluate.questions import BOOLQ, WINOGRANDE
 from tests.processes import Ranks
 
 SHORT: dict[str, Any] = {"length": 32, "threads": 1}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +87,6 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
         result = invoke("calibrate", str(folder), *again.split(), *gain.split())
         assert result.exit_code == 0, result.output
         assert Calibration.load(output).gain == wanted
-    result = invoke("calibrate", str(folder), "--gain", "row")
-    assert result.exit_code == 2
-    assert "error: gain is 'row'; allowed: token, static or nothing" in result.stderr
-
-
-def test_a_calibration_that_does_not_fit_is_refused_before_the_model_is_loaded(
-    folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("lowbit_lab.evaluate.loading.load_model", pytest.fail)
-    settings = evaluation_config(folder, tps=(1, 2, 4), low_bit=True, calibrations=(str(calibrated),))
-    with pytest.raises(CalibrationError, match="calibration is for 2 ranks and tp is 4; allowed: a file for each"):
-        run(EVALUATE, settings)
 
 
 @pytest.mark.parametrize("name", ["int4", "feature-int4"])
@@ -217,6 +199,7 @@ def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("c.png", "e.png"))
 
 
+WITH_FILES = "evaluate {model} --tp 2 --low-bit --text {text} --task"
 CUT = "allowed: what divides the model's heads, 1, 2, 4"
 REFUSED = [
     ("calibrate nowhere", "allowed: a local folder with a Hugging Face checkpoint"),
@@ -230,22 +213,51 @@ REFUSED = [
     ("evaluate {model} --length 8 --text {text} --format feature-int4-statik",
      "feature-int4, feature-int4-static, or a codec\n"),
     ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
+    ("calibrate {model} --gain row", "error: gain is 'row'; allowed: token, static or nothing"),
     ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),
+    ("evaluate {model} --length 8 --text {text} --low-bit --tp 1,2,4 --calibration {calibrated}",
+     "calibration is for 2 ranks and tp is 4; allowed: a file for each"),
     ("evaluate {model} --calibration a --calibration-text b", "allowed: one of them"),
     ("calibrate {model} --length 8 --text {text} --output {short}/c",
      "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written"),
     ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
     ("evaluate {model} --limit 3", "limit is 3; allowed: with --task"),
     ("evaluate {model} --low-bit --format int8", "format is int8 and low-bit is given; allowed: one of them"),
+    ("evaluate {encoder} --length 8 --text {text} --generate 4",
+     "generate is 4; allowed for a causal language model only, and this is: encoder"),
+    ("evaluate {encoder} --length 8 --text {text} --task x", "task is x; allowed for a causal"),
+    ("evaluate {encoder} --length 8 --text {short}", "has 0 sentences of 40 to 400 characters; allowed: at least 12"),
+    ("evaluate {encoder} --length 8 --text {encoder}/text.txt --sentences 11", "sentences is 11; allowed: at least 12"),
+    ("calibrate {encoder} --length 8 --ranks 3", f"ranks is 3; {CUT}"),
+    (f"{WITH_FILES} arc_easy=nowhere.jsonl", "arc_easy=nowhere.jsonl cannot be read: No such file or directory; all"),
+    (f"{WITH_FILES} arc_easy={{text}}", "text.txt: '.txt' cannot be read; allowed: .jsonl, .json or .parquet"),
+    (f"{WITH_FILES} arc_easy={{model}}", "cannot be read; allowed: .jsonl, .json or .parquet"),
+    (f"{WITH_FILES} arc_easy={{files}}/odd.json", "odd.json cannot be read: Is a directory; allowed: a local file"),
+    (f"{WITH_FILES} arc_easy={{model}}/config.json", "config.json line 1 is not JSON"),
+    (f"{WITH_FILES} arc_easy={{files}}/list.json", "list.json line 1 is not a valid question of arc_easy"),
+    (f"{WITH_FILES} arc={{files}}/list.json", "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq"),
+    (f"{WITH_FILES} boolq=", "task is 'boolq='; allowed with a file: NAME=FILE of"),
+    (f"{WITH_FILES} boolq=a.json,boolq", "task is boolq=a.json, boolq; allowed: each task once"),
+    (f"{WITH_FILES} boolq={{files}}/boolq.jsonl --task-folder x", "task-folder is 'x'; allowed: with --task"),
+    (f"{WITH_FILES} boolq={{files}}/boolq.jsonl --length 2", "boolq question 1 has a choice of 3 tokens; allowed: 1 t"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "line"), REFUSED)
-def test_bad_input_is_one_line(command: str, line: str, folder: Path, tmp_path: Path):
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    values = {"model": folder, "text": folder / "text.txt", "short": short}
-    result = invoke(*command.format(**values).split())
+def test_bad_input_is_one_line_before_a_model_is_evaluated(
+    command: str, line: str, folder: Path, encoder: Path, calibrated: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    if command.startswith("evaluate"):
+        monkeypatch.setattr("lowbit_lab.evaluate.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "boolq.jsonl").write_text("\n".join(map(json.dumps, BOOLQ)))
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "odd.json").mkdir()
+    values = {"model": folder, "encoder": encoder, "calibrated": calibrated, "files": tmp_path}
+    values |= {"text": folder / "text.txt", "short": tmp_path / "short.txt"}
+    more = " --length 32" if "--task" in command and "--length" not in command else ""
+    result = invoke(*(command + more).format(**values).split())
     assert result.exit_code == 2, result.output
     assert line in result.stderr
     assert result.stderr.count("error:") == 1

@@ -19,14 +19,8 @@ from lowbit_lab.evaluate.commands import EVALUATE
 from lowbit_lab.evaluate.settings import FILE_TASKS
 from lowbit_lab.evaluate.tasks import LocalTask, Metric, count_inputs, kept, read_questions, score
 from tests.command_line import invoke
-from tests.lab.evaluate.models import write_checkpoint
 from tests.lab.evaluate.questions import ARC, BOOLQ, HELLASWAG, RECORDS, WINOGRANDE, Records
 from tests.lab.evaluate.test_run import evaluation_config
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def write(folder: Path, name: str, records: Records, suffix: str = ".jsonl") -> Path:
@@ -235,37 +229,7 @@ def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
         read_questions("boolq", str(path))
 
 
-REFUSED = [
-    ("arc_easy=nowhere.jsonl", "task arc_easy=nowhere.jsonl cannot be read: No such file or directory; allowed: a loc"),
-    ("arc_easy={folder}/text.txt", "text.txt: '.txt' cannot be read; allowed: .jsonl, .json or .parquet"),
-    ("arc_easy={folder}", "cannot be read; allowed: .jsonl, .json or .parquet"),
-    ("arc_easy={folder}/odd.json", "odd.json cannot be read: Is a directory; allowed: a local file"),
-    ("arc_easy={folder}/config.json", "config.json line 1 is not JSON"),
-    ("arc_easy={folder}/list.json", "list.json line 1 is not a valid question of arc_easy"),
-    ("arc={folder}/list.json", "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq"),
-    ("boolq=", "task is 'boolq='; allowed with a file: NAME=FILE of"),
-    ("boolq=a.json,boolq", "task is boolq=a.json, boolq; allowed: each task once"),
-    ("boolq={folder}/boolq.jsonl --task-folder x", "task-folder is 'x'; allowed: with --task"),
-    ("boolq={folder}/boolq.jsonl --length 2", "task boolq question 1 has a choice of 3 tokens; allowed: 1 to 2"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "line"), REFUSED)
-def test_bad_files_are_one_line_before_the_model_is_loaded(
-    options: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    write(folder, "boolq", BOOLQ)
-    (folder / "list.json").write_text("[1]")
-    (folder / "odd.json").mkdir(exist_ok=True)
-    monkeypatch.setattr("lowbit_lab.evaluate.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
-    common = f"--text {folder / 'text.txt'} --tp 2 --low-bit {'' if '--length' in options else '--length 32'}"
-    done = invoke("evaluate", str(folder), *common.split(), "--task", *options.format(folder=folder).split())
-    assert done.exit_code == 2, done.output
-    assert line.format(folder=folder) in done.stderr
-    assert done.stderr.count("error:") == 1
-
-
-def test_ranks_compare_contents_of_files_and_not_their_paths(folder: Path, tmp_path: Path):
+def test_files_of_tasks_are_named_by_the_settings_and_compared_by_their_contents(folder: Path, tmp_path: Path):
     from lowbit_lab.evaluate.run import Evaluation
 
     def facts(path: Path) -> dict[str, str]:
@@ -274,9 +238,6 @@ def test_ranks_compare_contents_of_files_and_not_their_paths(folder: Path, tmp_p
     here, there = write(tmp_path, "here", BOOLQ), write(tmp_path, "there", BOOLQ)
     assert facts(here) == facts(there)
     assert facts(here) != facts(write(tmp_path, "other", BOOLQ[:1]))
-
-
-def test_files_of_tasks_are_named_by_the_settings():
     settings = EvaluationConfig(model="m", tasks=("arc_easy=a=b.jsonl", "lambada"))
     assert settings.task_files == {"arc_easy": "a=b.jsonl"}
     assert settings.harness_tasks == ("lambada",)
