@@ -1,11 +1,15 @@
 """A short tour of the laboratory for `make test`: each of its commands is there, and one measures from end to end."""
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
 
+import pytest
+
 from lowbit.cli.commands import Measurement
 from lowbit_lab.bench import COMMANDS
+from lowbit_lab.network import Link
 from tests.command_line import invoke
 
 
@@ -18,6 +22,20 @@ def test_its_commands_join_those_of_the_library():
         command = Measurement(place).command
         assert command.name == f"bench {name}"
         assert command.tables, f"{name} shows no table"
+
+
+def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
+    pipeline = importlib.import_module("lowbit_lab.bench.pipeline")
+    seen = []
+
+    def measure(settings: object, earlier: object) -> None:
+        seen.append(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(pipeline, "COMMAND", dataclasses.replace(pipeline.COMMAND, measure=measure))
+    assert invoke("bench", "pipeline", "--link", "25mbit,1gbit/40ms,unlimited").stderr.endswith("error: enough\n")
+    assert seen[0].links == (Link(25.0), Link(1000.0, rtt_ms=40), Link(None))
+    assert "25mbit,100mbit" in invoke("bench", "pipeline", "--help").output
 
 
 def test_its_packages_can_be_imported():

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -26,6 +27,7 @@ from lowbit.report import (
     spread,
     summary,
 )
+from tests.command_line import invoke
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,10 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Rates:
-    rates: tuple[float | None, ...] = (100.0, None)
-    folder: Path = Path("runs")
-
-
-@dataclass(frozen=True)
 class Settings:
     names: tuple[str, ...] = ("fp32", "int4")
+    rates: tuple[float | None, ...] = (100.0, None)
+    folder: Path = Path("runs")
     model: Sizes = Sizes()
 
 
@@ -60,14 +58,10 @@ COMMAND = Command(
 )  # fmt: skip
 
 
-def test_rows_come_one_by_one_with_their_comparisons():
+def test_rows_come_one_by_one_and_a_file_is_gone_on_with(tmp_path: Path):
     seen: list[int] = []
-    report = run(COMMAND, Settings(), on_rows=lambda rows: seen.append(len(rows)))
+    run(COMMAND, Settings(), on_rows=lambda rows: seen.append(len(rows)))
     assert seen == [1, 2]
-    assert [row["speedup"] for row in report.rows] == [1.0, 1.0]
-
-
-def test_a_file_is_gone_on_with_and_written_whenever_a_row_comes(tmp_path: Path):
     file = tmp_path / "x.json"
     run(COMMAND, Settings(names=("int4",)), file=file)
     assert Report.read_json(file).rows[0]["speedup"] is None
@@ -90,19 +84,43 @@ def test_rows_of_other_settings_are_not_mixed_in(tmp_path: Path):
     run(COMMAND, Settings(), file=file)  # a setting that is newer than the file was as by default
 
 
-def test_a_report_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    execute(replace(COMMAND, key=()), Settings(), json=tmp_path / "new" / "x.json")
-    assert "int4" in capsys.readouterr().out
-    assert json.loads((tmp_path / "new" / "x.json").read_text())["command"] == "bench x"
+def test_a_file_that_holds_no_rows_is_named(tmp_path: Path):
+    file, other = tmp_path / "rows.json", '"settings": {}, "machine": {}, "rows"'
+    foreign = "does not hold a report of `lowbit bench memory`: name another file"
+    for text, reason in {
+        "": "is not JSON (Expecting value: line 1 column 1 (char 0)): name another file",
+        "[" * 20000: "is not JSON (maximum recursion depth",
+        "[1]": foreign,
+        f'{{"command": "bench codecs", {other}: []}}': foreign,
+        f'{{"command": "bench memory", {other}: [{{"x": 1}}]}}': foreign,
+    }.items():
+        file.write_text(text)
+        result = invoke("bench", "memory", "--json", str(file))
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+        assert result.stderr.startswith(f"error: {file} {reason}")
 
 
-def test_other_ranks_neither_show_nor_write(
+def test_a_report_is_shown_and_written_by_the_first_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    file = tmp_path / "new" / "x.json"
+    execute(replace(COMMAND, key=()), Settings(), json=file)
+    assert "int4" in capsys.readouterr().out
+    assert json.loads(file.read_text())["command"] == "bench x"
+    file.unlink()
     monkeypatch.setenv("RANK", "1")
-    assert execute(COMMAND, Settings(), json=tmp_path / "x.json").rows
+    assert execute(COMMAND, Settings(), json=file).rows
     assert capsys.readouterr().out == ""
-    assert not (tmp_path / "x.json").exists()
+    assert not file.exists()
+
+
+def test_a_log_hears_of_the_rows_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    seconds = iter(range(0, 1000, 10))
+    monkeypatch.setattr("lowbit.report.command.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    execute(COMMAND, Settings(names=tuple("abcdefg")))
+    shown = capsys.readouterr()
+    assert shown.err == "bench x: 3 rows after 30 s\nbench x: 6 rows after 60 s\n"
+    assert shown.out.count("10") == 7
 
 
 def test_an_outcome_that_cannot_be_written_is_said_before_the_run(tmp_path: Path):
@@ -128,29 +146,24 @@ def test_spread_is_the_interquartile_range_over_the_median():
     assert summary([1.0, 3.0, 2.0], "ms") == {"ms": 2.0, "ms_low": 1.0, "ms_high": 3.0, "spread": 0.5, "rounds": 3}
 
 
-def report(**row: object) -> Report:
-    return Report(command="bench x", settings=Rates(), machine={"cores": 2}, rows=[row])
-
-
-def test_json_has_the_four_parts(tmp_path: Path):
-    report(boundary="int4", loss=1.5, link_mbit=None).write_json(tmp_path / "new" / "r.json")
-    assert json.loads((tmp_path / "new" / "r.json").read_text()) == {
-        "command": "bench x",
-        "settings": {"rates": [100.0, None], "folder": "runs"},
-        "machine": {"cores": 2},
-        "rows": [{"boundary": "int4", "loss": 1.5, "link_mbit": None}],
-    }
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["r.json"]
-
-
-def test_json_is_read_back(tmp_path: Path):
+def test_json_has_the_four_parts_and_is_read_back(tmp_path: Path):
+    file = tmp_path / "new" / "r.json"
     values = {1.5: 1.5, math.nan: None, math.inf: None, -math.inf: None}  # JSON has no such numbers
     for value, read in values.items():
-        report(loss=value, curve=[(1, value)]).write_json(tmp_path / "r.json")
-        assert Report.read_json(tmp_path / "r.json").rows == [{"loss": read, "curve": [[1, read]]}]
-    (tmp_path / "other.json").write_text('{"rows": []}')
+        row = {"boundary": "int4", "loss": value, "curve": [(1, value)]}
+        Report(command="bench x", settings=Settings(), machine={"cores": 2}, rows=[row]).write_json(file)
+        expected = [{"boundary": "int4", "loss": read, "curve": [[1, read]]}]
+        assert Report.read_json(file).rows == expected
+        assert json.loads(file.read_text()) == {
+            "command": "bench x",
+            "settings": {"names": ["fp32", "int4"], "rates": [100, None], "folder": "runs", "model": {"dim": 2}},
+            "machine": {"cores": 2},
+            "rows": expected,
+        }
+    assert [path.name for path in file.parent.iterdir()] == ["r.json"]
+    file.write_text('{"rows": []}')
     with pytest.raises(ValueError, match="does not hold a report"):
-        Report.read_json(tmp_path / "other.json")
+        Report.read_json(file)
 
 
 def test_machine_is_described_but_not_identified():
@@ -159,6 +172,12 @@ def test_machine_is_described_but_not_identified():
     text = json.dumps(about)
     for secret in (socket.gethostname(), str(Path.cwd())):
         assert secret not in text
+
+
+def shown(table: Table, rows: list[Row], width: int = 60) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table.render(rows))
+    return console.export_text()
 
 
 def test_a_narrow_terminal_folds_words_and_no_numbers():
@@ -171,27 +190,14 @@ def test_a_narrow_terminal_folds_words_and_no_numbers():
     assert "".join(line[:24].strip() for line in text.splitlines()[4:]).replace(" ", "") == (name.replace(" ", ""))
 
 
-def shown(table: Table, rows: list[Row], width: int = 60) -> str:
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(table.render(rows))
-    return console.export_text()
-
-
-def test_table_shows_values_and_gaps():
-    columns = [Column("Boundary", "boundary"), Column("Loss", lambda row: row["loss"], "{:.2f}")]
-    rows = [{"boundary": "int4", "loss": 1.234}, {"boundary": "bf16", "loss": None}]
-    text = shown(Table(columns=columns, title="Formats"), rows)
-    assert "Formats" in text
-    assert text.splitlines()[-3:-1] == [" int4      1.23 ", " bf16         – "]
-
-
-def test_a_table_for_each_value_with_a_title_and_without_empty_columns():
-    rows = [{"link": "a", "ms": 1, "gone": None}, {"link": "b", "ms": 2, "gone": None}]
+def test_a_table_for_each_value_has_a_title_and_gaps_and_no_empty_columns():
+    rows = [{"link": "a", "loss": 1.234, "gone": None}, {"link": "a", "loss": None}, {"link": "b", "loss": 2}]
+    columns = [Column("Link", "link"), Column("Loss", lambda row: row["loss"], "{:.2f}"), Column("gone", "gone")]
     table = Table(
-        columns=lambda rows: [Column("ms", "ms"), Column("gone", "gone")], title=lambda rows: rows[0]["link"] * 3,
-        each="link", rows=lambda rows: rows[::-1],
-    )  # fmt: skip
+        columns=lambda rows: columns, title=lambda rows: rows[0]["link"] * 3, each="link", rows=lambda rows: rows[::-1]
+    )
     text = shown(table, rows)
     assert text.index("bbb") < text.index("aaa")
     assert "gone" not in text
+    assert text.splitlines()[-3:-1] == [" a        – ", " a     1.23 "]
     assert not Table(columns=[]).render([]).renderables

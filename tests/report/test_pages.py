@@ -44,6 +44,10 @@ def _trace_of(text: str, name: str) -> dict[str, Any]:
 
 def test_a_run_has_its_losses_settings_and_versions(tmp_path: Path):
     text = _page(make_run(tmp_path / "run"))
+    markup = re.sub(r'<script type="(?:text/plain|application/json)".*?</script>', "", text, flags=re.S)
+    assert not re.search(r"https?:", markup), "nothing is fetched"
+    assert "default-src 'none'" in markup
+    assert len(text) < 3_000_000
     loss = _trace_of(text, "run")
     assert loss["x"] == list(range(1, 41))
     assert loss["y"] == [5 - i / 20 for i in range(1, 41)]
@@ -85,12 +89,10 @@ def test_a_run_is_told_in_short(
     assert next(verdict(SimpleNamespace(steps=[], summary={}, ranks={}))).text == ""  # pyright: ignore
 
 
-def test_nothing_is_fetched(tmp_path: Path):
-    text = _page(make_run(tmp_path / "run"))
-    markup = re.sub(r'<script type="(?:text/plain|application/json)".*?</script>', "", text, flags=re.S)
-    assert not re.search(r"https?:", markup)
-    assert "default-src 'none'" in markup
-    assert len(text) < 3_000_000
+def test_long_curves_are_averaged():
+    curve = [(float(i), float(i % 2)) for i in range(1, 5001)]
+    assert thinned(curve, 2000)[:2] == [(3.0, pytest.approx(2 / 3)), (6.0, pytest.approx(1 / 3))]
+    assert thinned(curve[:7], 2000) == curve[:7]
 
 
 def test_a_step_is_drawn_and_each_kind_counts_for_itself(tmp_path: Path):
@@ -106,14 +108,20 @@ def test_a_step_is_drawn_and_each_kind_counts_for_itself(tmp_path: Path):
     }  # fmt: skip
 
 
-def test_two_runs_are_compared(tmp_path: Path):
-    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "three", steps=20)
-    text = _page(one, two, output=tmp_path / "both.html")
+def test_two_runs_are_compared_whatever_a_third_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "one")
+    make_run(tmp_path / "three", steps=17, ended=False)
+    outcome = invoke("report", "one", "three", "gone")
+    assert (outcome.exit_code, outcome.stdout) == (0, "comparison.html\n")
+    text = (tmp_path / "comparison.html").read_text()
+    assert "gone does not exist; allowed: the folder of a run" in text
     first = _figures(text)[0]
     assert [trace["name"] for trace in first["data"]] == ["one", "one, held-out", "three", "three, held-out"]
-    assert [len(trace["x"]) for trace in first["data"]] == [40, 1, 20, 1]
+    assert [len(trace["x"]) for trace in first["data"]] == [40, 1, 17, 1]
     rows = _rows(text)
-    assert ["steps", "40", "20"] in rows
+    assert ["steps", "40", "17"] in rows
+    assert ["training loss", "3.1250", "4.3750"] in rows, "of the interrupted run that of the last 10 steps"
     assert ["run.seed", "3", "5"] in rows
     assert not any(row[0] == "data.text" for row in rows), "the same in both"
 
@@ -136,16 +144,14 @@ def test_results_have_tables_speeds_and_pictures(tmp_path: Path):
     assert curves == {"fp32": ([25.0, 100.0], [250.0, 1000.0]), "transform": ([25.0, 100.0], [2000.0, 8000.0])}
     assert ["25 Mbit/s", "transform", "2,000", "0%", "8.00x"] in _rows(text)
     assert text.count("data:image/svg+xml") == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        without = html.unescape(_page(tmp_path / "speed.json"))
+    assert ["25 Mbit/s", "transform", "2,000", "0%", "8.00x"] in _rows(without)
+    assert 'charts need matplotlib: pip install "lowbit[lab]"' in without
     other = make_results(tmp_path / "slow.json")
     other.write_text(other.read_text().replace('"seed": 0', '"seed": 1'))
     assert ["seed", "0", "1"] in _rows(_page(tmp_path / "speed.json", other, output=tmp_path / "both.html"))
-
-
-def test_results_keep_their_tables_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    text = html.unescape(_page(make_results(tmp_path / "speed.json")))
-    assert ["25 Mbit/s", "transform", "2,000", "0%", "8.00x"] in _rows(text)
-    assert 'charts need matplotlib: pip install "lowbit[lab]"' in text
 
 
 def test_results_of_another_version_are_shown_as_they_are(tmp_path: Path):
@@ -206,12 +212,6 @@ def test_a_trace_that_unpacks_to_more_than_it_can_be_is_left_out(tmp_path: Path,
     assert most < 200 << 20
 
 
-def test_an_interrupted_run_has_its_curves(tmp_path: Path):
-    text = _page(make_run(tmp_path / "run", steps=17, ended=False))
-    assert _trace_of(text, "run")["x"] == list(range(1, 18))
-    assert ["training loss", "4.3750"] in _rows(text)  # of the last 10 steps
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -236,16 +236,6 @@ def test_a_wrong_call_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "mine.html").read_text() == "<p>mine"
 
 
-def test_runs_that_cannot_be_read_do_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "run")
-    outcome = invoke("report", "run", "gone")
-    assert (outcome.exit_code, outcome.stdout) == (0, "comparison.html\n")
-    text = (tmp_path / "comparison.html").read_text()
-    assert "gone does not exist; allowed: the folder of a run" in text
-    assert _trace_of(text, "run")["x"][-1] == 40
-
-
 def test_a_page_of_a_run_is_recorded_as_made_by_lowbit_and_one_of_the_user_is_kept(tmp_path: Path):
     folder = make_run(tmp_path / "run")
     page, record = folder / "report.html", folder / "lowbit-run.jsonl"
@@ -257,9 +247,3 @@ def test_a_page_of_a_run_is_recorded_as_made_by_lowbit_and_one_of_the_user_is_ke
     assert invoke("report", str(folder)).stdout == f"{page}\n"
     assert "report.html" in record.read_text()
     assert invoke("report", str(folder)).exit_code == 0, "our own page is replaced"
-
-
-def test_long_curves_are_averaged():
-    curve = [(float(i), float(i % 2)) for i in range(1, 5001)]
-    assert thinned(curve, 2000)[:2] == [(3.0, pytest.approx(2 / 3)), (6.0, pytest.approx(1 / 3))]
-    assert thinned(curve[:7], 2000) == curve[:7]
