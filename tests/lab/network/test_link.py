@@ -1,9 +1,11 @@
 import math
 import re
+from functools import partial
 
 import pytest
 
 from lowbit_lab.network import Link, SlowLink
+from tests.refused import refused
 
 NUMBERS = ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms", "burst", "reorder", "others"]
 LINKS = [
@@ -65,62 +67,60 @@ def test_other_ways_to_write_the_same() -> None:
     assert Link.parse("20mbit-20mbit") == Link(20.0) == Link(20.0, back_mbit=20.0)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "100", "mbit", "-1mbit", "1.2.3mbit", "1kbit", "25mbit/", "25mbit/40", "25mbit/40s"),
-        *("/40ms", "40ms", "5mbit-", "5mbit-unlimited", "unlimited-5mbit", "1mbit-2mbit-3mbit"),
-        *("25mbit/1%/40ms", "25mbit/1ms/0ms/1ms/1ms", "25mbit/-1ms", "25mbit/nanms", "٣mbit"),
-        *("25mbit/+", "25mbit/+-1", "25mbit/+1/bbr", "25mbit/nat"),
-        *("25mbit@", "25mbit@30s", "25mbit@30:1mbit", "@30s:1mbit", "25mbit@30s:", "25mbit@30s:1mbit@1mbit"),
-    ],
-)
-def test_bad_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="link is .*; allowed: such as 25mbit, 1gbit, unlimited, "):
-        Link.parse(text)
+UNREADABLE = [
+    *("", "100", "mbit", "-1mbit", "1.2.3mbit", "1kbit", "25mbit/", "25mbit/40", "25mbit/40s"),
+    *("/40ms", "40ms", "5mbit-", "5mbit-unlimited", "unlimited-5mbit", "1mbit-2mbit-3mbit"),
+    *("25mbit/1%/40ms", "25mbit/1ms/0ms/1ms/1ms", "25mbit/-1ms", "25mbit/nanms", "٣mbit"),
+    *("25mbit/+", "25mbit/+-1", "25mbit/+1/bbr", "25mbit/nat"),
+    *("25mbit@", "25mbit@30s", "25mbit@30:1mbit", "@30s:1mbit", "25mbit@30s:", "25mbit@30s:1mbit@1mbit"),
+]
+SENSELESS = {
+    "0mbit": "rate_mbit must be positive and finite, or None, got 0.0",
+    "100mbit/40ms/30ms": "jitter_ms must be at least 0 and at most 20 (half of rtt_ms), got",
+    "100mbit/100%": "loss must be at least 0 and below 1, got 1.0",
+    "100mbit/9000ms": "rtt_ms must be at least 0 and at most 2000, got 9000.0",
+    "100mbit/1%x0.5": "burst must be at least 1 and at most 1000, got 0.5",
+    "100mbit/0%x2": "burst must be at least 1 and at most 1, got 2.0",
+    "100mbit/40ms/~90%": "reorder must be at least 0 and at most 0.5, got 0.9",
+    "100mbit/~1%": "reorder must be 0 where rtt_ms is 0, got 0.01",
+    "100mbit/+99": "others must be an integer from 0 to 32, got 99",
+    "100mbit@0s:1mbit": "changes must be at increasing times, here above 0, got 0.0",
+    "100mbit@9s:1mbit@9s:2mbit": "changes must be at increasing times, here above 9, got 9.0",
+    "100mbit@9s:1mbut": "cannot read '1mbut'; allowed",
+    "100mbit@9s:0mbit": "rate_mbit must be positive and finite, or None, got 0.0",
+    "100mbit/0ms/0ms/0ms": "queue_ms must be above 0 and at most 10000, got 0.0",
+}
+NO_AMOUNTS = (-1.0, math.nan, math.inf, -math.inf)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0mbit", "rate_mbit must be positive and finite, or None, got 0.0"),
-        ("100mbit/40ms/30ms", "jitter_ms must be at least 0 and at most 20 (half of rtt_ms), got"),
-        ("100mbit/100%", "loss must be at least 0 and below 1, got 1.0"),
-        ("100mbit/9000ms", "rtt_ms must be at least 0 and at most 2000, got 9000.0"),
-        ("100mbit/1%x0.5", "burst must be at least 1 and at most 1000, got 0.5"),
-        ("100mbit/0%x2", "burst must be at least 1 and at most 1, got 2.0"),
-        ("100mbit/40ms/~90%", "reorder must be at least 0 and at most 0.5, got 0.9"),
-        ("100mbit/~1%", "reorder must be 0 where rtt_ms is 0, got 0.01"),
-        ("100mbit/+99", "others must be an integer from 0 to 32, got 99"),
-        ("100mbit@0s:1mbit", "changes must be at increasing times, here above 0, got 0.0"),
-        ("100mbit@9s:1mbit@9s:2mbit", "changes must be at increasing times, here above 9, got 9.0"),
-        ("100mbit@9s:1mbut", "cannot read '1mbut'; allowed"),
-        ("100mbit@9s:0mbit", "rate_mbit must be positive and finite, or None, got 0.0"),
-        ("100mbit/0ms/0ms/0ms", "queue_ms must be above 0 and at most 10000, got 0.0"),
-    ],
-)
-def test_senseless_texts_say_what_makes_no_sense(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"link is '{text}': {message}")):
-        Link.parse(text)
-
-
-@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", NUMBERS)
-def test_no_field_takes_what_is_no_amount(name: str, bad: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be .* got {bad!r}"):
-        SlowLink(**{name: bad})
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("bad", ["1", True])
-def test_no_field_takes_another_type(name: str, bad: object) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a number.*, got {bad!r}"):
-        SlowLink(**{name: bad})  # type: ignore[arg-type]
-
-
-def test_back_needs_a_limit_the_other_way() -> None:
-    with pytest.raises(ValueError, match="back_mbit must be None where rate_mbit is unlimited"):
-        Link(None, back_mbit=5.0)
+def test_bad_texts_and_fields_say_what_makes_no_sense() -> None:
+    allowed = "link is .*; allowed: such as 25mbit, 1gbit, unlimited, "
+    refused(
+        *((partial(Link.parse, text), ValueError, allowed) for text in UNREADABLE),
+        *(
+            (partial(Link.parse, text), ValueError, re.escape(f"link is '{text}': {message}"))
+            for text, message in SENSELESS.items()
+        ),
+        *(
+            (partial(SlowLink, **{name: bad}), ValueError, f"{name} must be .* got {bad!r}")
+            for name in NUMBERS
+            for bad in NO_AMOUNTS
+        ),
+        *(
+            (partial(SlowLink, **{name: bad}), TypeError, f"{name} must be a number.*, got {bad!r}")
+            for name in NUMBERS
+            for bad in ("1", True)
+        ),
+        *(
+            (partial(Link, congestion=bad), ValueError, "congestion must be one of bbr, .*, yeah, got")
+            for bad in (None, "", "BBR", "cubic ", 3)
+        ),
+        *(
+            (partial(SlowLink, hosts=bad), ValueError, "hosts must be an integer from 2 to 64")
+            for bad in (1, 65, True, 2.0)
+        ),
+        (partial(Link, None, back_mbit=5.0), ValueError, "back_mbit must be None where rate_mbit is unlimited"),
+    )
 
 
 def test_only_what_a_token_bucket_cannot_do_is_far() -> None:
@@ -128,9 +128,3 @@ def test_only_what_a_token_bucket_cannot_do_is_far() -> None:
         *("25mbit", "1000mbit", "2.5mbit", "unlimited", "100mbit/0ms/0ms/200ms", "1000mbit/reno", "100mbit/+1"),
         "100mbit@30s:10mbit@60s:100mbit",
     }
-
-
-@pytest.mark.parametrize("bad", [None, "", "BBR", "cubic ", 3])
-def test_congestion_control_is_a_name(bad: object) -> None:
-    with pytest.raises(ValueError, match="congestion must be one of bbr, .*, yeah, got"):
-        Link(congestion=bad)  # type: ignore[arg-type]
