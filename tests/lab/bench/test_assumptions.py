@@ -72,15 +72,12 @@ def gradient_of(model: torch.nn.Module) -> Tensor:
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-def test_bias_is_what_all_repeats_of_a_tensor_share():
-    x = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(0))
+def test_bias_is_what_all_repeats_of_a_tensor_share_and_a_constant_error_is_told_from_noise():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 64, 64, generator=g)
     assert bias_of(GroupInt(bits=4), x, 8) == pytest.approx(1)
     assert bias_of(Cast(), x, 8) == 0
     assert abs(bias_of(GroupInt(bits=4, rounding="stochastic"), x, 8)) < 0.02
-
-
-def test_a_constant_error_is_told_from_noise():
-    g = torch.Generator().manual_seed(0)
     shifted, noisy = ErrorMeter(INT2, 3), ErrorMeter(INT2, 3)
     assert shifted.constant() is None
     for _ in range(50):
@@ -97,8 +94,8 @@ def test_without_an_error_the_gradient_is_the_exact_one():
     _, watch = observed(Cast(), model=dataclasses.replace(TINY, family="gpt2", dropout=0.5))
     assert [one["cosine"] for one in watch.alignment] == pytest.approx([1.0]), "the same dropout in both"
     assert watch.alignment[0]["gradient_error"] == pytest.approx(0, abs=1e-9)
-    assert all(meter.errors == [0.0, 0.0] for meters in watch.meters.values() for meter in meters)
-    assert all(not meter.repeated for meters in watch.meters.values() for meter in meters)
+    for meter in (meter for meters in watch.meters.values() for meter in meters):
+        assert (meter.errors, meter.repeated) == ([0.0, 0.0], [])
 
 
 def test_messages_and_gradients_are_those_of_the_run():
@@ -168,14 +165,12 @@ def test_seeds_are_averaged_and_extremes_kept():
     assert row["curve"] == [(10, 1.5), (20, 2.0)]
 
 
-def test_more_stages_than_layers_are_an_error_before_anything_is_trained(settings: AssumptionsBenchmark):
-    with pytest.raises(ValueError, match="stages is 4; the model has 3 layers; allowed: at most as many"):
-        run(COMMAND, dataclasses.replace(settings, stages=4))
-
-
-def test_a_text_of_one_window_is_an_error(settings: AssumptionsBenchmark, tmp_path: Path):
-    text = tmp_path / "short.txt"
-    text.write_text("a" * 20)
-    data = dataclasses.replace(settings.data, text=(str(text),), batch=1, held_out_share=0)
-    with pytest.raises(ValueError, match="windows? to train on; allowed: at least 2"):
-        run(COMMAND, dataclasses.replace(settings, data=data))
+def test_more_stages_than_layers_and_a_text_of_one_window_are_refused(settings: AssumptionsBenchmark, tmp_path: Path):
+    (tmp_path / "short.txt").write_text("a" * 20)
+    short = dataclasses.replace(settings.data, text=(str(tmp_path / "short.txt"),), batch=1, held_out_share=0)
+    for change, message in (
+        ({"stages": 4}, "stages is 4; the model has 3 layers; allowed: at most as many"),
+        ({"data": short}, "windows? to train on; allowed: at least 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(COMMAND, dataclasses.replace(settings, **change))

@@ -40,6 +40,13 @@ def test_there_is_a_row_for_everything_with_bits_and_errors_of_the_codec(report)
     assert row["relative_error"] == pytest.approx(
         ((x.double() - y.double()).pow(2).sum() / x.double().pow(2).sum()).sqrt().item()
     )
+    codec, x = parse(MEMORY), drawn("student-t", (1, 32, 128))
+    row = next(r for r in report.rows if r["codec"] == MEMORY)
+    with kernels.backend("reference"):  # its first message
+        sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
+        y = receiver.decode(sender.encode(x))
+    assert row["relative_error"] == pytest.approx(relative_error(x, y))
+    assert row["bits_per_element"] == 8 * codec.nbytes(x.shape) / x.numel()
     real = next(r for r in report.rows if r["data"] == "real")
     assert real["relative_error"] != report.rows[0]["relative_error"]
 
@@ -55,16 +62,6 @@ def test_speeds_stand_beside_a_copy_and_eager_pytorch_and_are_shown(report, tmp_
     text = shown(COMMAND, report.rows, tmp_path, width=120)
     assert "tah-quant" in text
     assert "student-t" in text
-
-
-def test_a_codec_with_memory_is_shown_by_its_first_message(report):
-    codec, x = parse(MEMORY), drawn("student-t", (1, 32, 128))
-    row = next(r for r in report.rows if r["codec"] == MEMORY)
-    with kernels.backend("reference"):
-        sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
-        y = receiver.decode(sender.encode(x))
-    assert row["relative_error"] == pytest.approx(relative_error(x, y))
-    assert row["bits_per_element"] == 8 * codec.nbytes(x.shape) / x.numel()
 
 
 def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pytest.MonkeyPatch):
@@ -89,14 +86,11 @@ def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pyt
     assert row["checksum_gb_s"] == 4 * GroupInt().nbytes((1, 32, 128)) / 1e9  # of the payload
 
 
-TINY = ModelConfig(dim=32, layers=3, heads=2)
-
-
 def kurtosis(x: torch.Tensor) -> float:
     return ((x - x.mean()) ** 4).mean().item() / x.var().item() ** 2
 
 
-def test_tails_are_as_heavy_as_they_say():
+def test_draws_repeat_and_their_tails_are_as_heavy_as_they_say():
     shape = (2, 100, 800)
     assert kurtosis(drawn("gaussian", shape)) == pytest.approx(3, abs=0.2)
     assert kurtosis(drawn("student-t", shape)) > 10
@@ -104,9 +98,6 @@ def test_tails_are_as_heavy_as_they_say():
     large = outliers.std((0, 1)) > 10
     assert large.sum() == 4
     assert outliers[..., ~large].std().item() == pytest.approx(1, abs=0.05)
-
-
-def test_draws_repeat_and_differ_by_seed():
     a, b, c = (drawn("student-t", (2, 8), seed=seed) for seed in (1, 1, 2))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
@@ -122,14 +113,11 @@ def test_real_activations_come_from_a_model_trained_here(monkeypatch: pytest.Mon
     sent = codecs.real("", steps=2)
     assert [tuple(x.shape) for x in sent] == [(2, 32, 32)] * 2
     assert all(x.isfinite().all() and x.std() > 0 for x in sent)
-
-
-def test_activations_of_no_folder_are_refused():
     with pytest.raises(ValueError, match=r"activations are 'x.pt'; allowed: a folder with a model"):
         codecs.real("x.pt", steps=1)
 
 
-def test_operations_take_turns_on_changing_buffers():
+def test_operations_take_turns_on_changing_buffers(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[str, int]] = []
     operations = {name: lambda i, name=name: calls.append((name, i)) for name in ("copy", "encode", "slow")}
     seconds = timing.in_turn(operations, rounds=3, buffers=4, fewer={"slow": 1})
@@ -138,9 +126,6 @@ def test_operations_take_turns_on_changing_buffers():
     assert [i for _, i in calls[3:]] == [1, 2, 3, 0, 1, 2, 3]
     assert {name: len(values) for name, values in seconds.items()} == {"copy": 3, "encode": 3, "slow": 1}
     assert min(min(values) for values in seconds.values()) > 0
-
-
-def test_buffers_are_together_more_than_the_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "last_level_cache", lambda device: 100)
-    assert timing.buffers_for(10) * 10 > 200
+    assert timing.buffers_for(10) * 10 > 200, "together more than the cache"
     assert timing.buffers_for(10**6) == 3

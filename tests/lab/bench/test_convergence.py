@@ -54,31 +54,15 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_losses_are_compared_with_the_same_seed(settings: ConvergenceBenchmark, trained: list[str]):
-    report = run(COMMAND, settings)
-    assert len(report.rows) == len(trained) - 1 == 8  # and the checkpoint
-    assert trained[0] == "pretrain fp32 seed 1234"
-    for row in report.rows:
-        assert row["over_fp32"] == (0.5 if row["boundary"] == "int4" else 0)
-
-
-@pytest.mark.parametrize(
-    ("cost", "spread", "text"),
-    [
-        (-0.0004, None, "0.000 nats"), (-0.0004, 0.0003, "0.000 nats"), (0.012, 0.004, "+0.012 nats"),
-        (-0.003, 0.004, "no measurable difference"),
-    ],
-)  # fmt: skip
-def test_a_difference_within_the_spread_of_the_seeds_is_none(cost: float, spread: float | None, text: str):
-    row = {"regime": "scratch", "boundary": "tah-quant-published", "over_fp32": cost, "over_fp32_spread": spread}
-    assert convergence._finding([row | {"bits_total": 8.0}]).endswith(f": {text} in 8.0 bits")
-
-
-def test_a_file_is_gone_on_with(settings: ConvergenceBenchmark, trained: list[str], tmp_path: Path):
+def test_losses_are_compared_with_the_same_seed_and_a_file_is_gone_on_with(
+    settings: ConvergenceBenchmark, trained: list[str], tmp_path: Path
+):
     file = tmp_path / "c.json"
     run(COMMAND, dataclasses.replace(settings, seeds=(0,), regimes=("finetune",)), file=file)
+    assert trained[0] == "pretrain fp32 seed 1234"
     trained.clear()
     report = run(COMMAND, settings, file=file)
+    assert [row["over_fp32"] for row in report.rows] == [0.5 if row["boundary"] == "int4" else 0 for row in report.rows]
     assert "finetune int4 seed 0" not in trained
     assert "finetune int4 seed 1" in trained
     assert not any(name.startswith("pretrain") for name in trained)
@@ -170,28 +154,29 @@ def test_regimes_differ_in_warm_up_steps_rate_and_start(settings: ConvergenceBen
         assert recipe(other, "finetune").start != tuned.start
 
 
-def row(regime: str, boundary: str, seed: int, loss: float, over: float | None) -> dict:
-    bits = 32.0 if boundary == "fp32" else 4.5
-    curve = [[10, loss + 1], [20, loss]]
+def row(regime: str, boundary: str, seed: int, loss: float, over: float | None) -> dict[str, Any]:
     return {
-        "regime": regime, "boundary": boundary, "seed": seed, "loss": loss, "over_fp32": over, "curve": curve,
-        "over_fp32_codecs": None if over is None else 2 * over,
-        "bits_forward": bits, "bits_backward": bits, "state_bytes": 2_000_000 * (boundary != "fp32"),
+        "regime": regime, "boundary": boundary, "seed": seed, "loss": loss, "over_fp32": over,
+        "over_fp32_codecs": None if over is None else 2 * over, "curve": [[10, loss + 1], [20, loss]],
+        "bits_forward": 4.5, "bits_backward": 4.5, "state_bytes": 2_000_000 * (boundary != "fp32"),
     }  # fmt: skip
 
 
-ROWS = [
-    row("finetune", "int4", 0, 2.0, None), row("scratch", "fp32", 0, 1.0, 0.0), row("scratch", "fp32", 1, 3.0, 0.0),
-    row("scratch", "int4", 0, 1.25, 0.25), row("scratch", "int4", 1, 3.75, 0.75),
-]  # fmt: skip
-
-
 def test_means_and_spreads_are_over_seeds_of_one_regime_and_boundary():
-    first, second, third = summarized(ROWS)
+    first, second, third = summarized([
+        row("finetune", "int4", 0, 2.0, None), row("scratch", "fp32", 0, 1.0, 0), row("scratch", "fp32", 1, 3.0, 0),
+        row("scratch", "int4", 0, 1.25, 0.25), row("scratch", "int4", 1, 3.75, 0.75),
+    ])  # fmt: skip
     assert (first["regime"], first["boundary"]) == ("scratch", "fp32")
     assert (third["regime"], third["seeds"], third["over_fp32"]) == ("finetune", 1, None)
-    assert second["loss"] == 2.5
-    assert second["over_fp32"] == 0.5
+    assert (second["loss"], second["over_fp32"], second["state_bytes"]) == (2.5, 0.5, 2_000_000)
     assert second["over_fp32_spread"] == pytest.approx(0.5 / 2**0.5)
     assert (second["over_fp32_codecs"], third["over_fp32_codecs"]) == (1.0, None)
-    assert second["state_bytes"] == 2_000_000
+    # A difference within the spread of the seeds is none.
+    one = {"regime": "scratch", "boundary": "tah-quant-published", "bits_total": 8.0}
+    for cost, spread, text in (
+        (-0.0004, None, "0.000 nats"), (-0.0004, 0.0003, "0.000 nats"), (0.012, 0.004, "+0.012 nats"),
+        (-0.003, 0.004, "no measurable difference"),
+    ):  # fmt: skip
+        found = convergence._finding([one | {"over_fp32": cost, "over_fp32_spread": spread}])
+        assert found.endswith(f": {text} in 8.0 bits")

@@ -62,13 +62,9 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_without_matplotlib_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
-        demo.run(tmp_path, console=Console(file=io.StringIO()))
-
-
-def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
+def test_without_matplotlib_nothing_is_trained_and_without_a_link_it_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No namespaces here."))
     console = Console(width=80)
     with console.capture() as shown:
@@ -76,6 +72,9 @@ def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
     assert link.rate_mbit is None
     assert "No namespaces here." in shown.get()
     assert "Continuing without a limit" in shown.get()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        demo.run(tmp_path, console=Console(file=io.StringIO()))
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path):

@@ -46,20 +46,15 @@ def test_rows_have_the_agreed_fields_and_are_shown(report: Report, tmp_path: Pat
     assert "Data-parallel training" in shown(COMMAND, report.rows, tmp_path)
 
 
-def test_what_really_left_a_host_is_what_the_format_says(report: Report):
+def test_bits_and_errors_are_those_of_the_formats(report: Report):
+    rows = rows_of(report)
     for row in rows_of(report, None if NO_DISTANCE else SLOW).values():
         assert row["bits_per_element"] <= row["wire_bits"] < 1.25 * row["bits_per_element"] + 0.5
-
-
-def test_errors_are_those_of_the_formats(report: Report):
-    error = {name: row["relative_error"] for name, row in rows_of(report).items()}
+    error = {name: row["relative_error"] for name, row in rows.items()}
     assert error["engine-fp32"] < 1e-6
     assert error["hook-fp16"] < error["engine-bf16"] < error["int8"] < error["fp8"] < error["int4"]
     assert error["int4"] < 0.3 < error["powersgd"]
-
-
-def test_training_is_measured_where_ddp_permits(report: Report):
-    rows = rows_of(report)
+    # Training is measured where DDP permits it.
     trained = {name for name, row in rows.items() if row["tokens_per_second"]}
     assert trained == {name for name in TINY.formats if not name.endswith("-bf16")}
     assert rows["engine-fp32"]["training_speedup_fp32"] == 1

@@ -121,11 +121,6 @@ def test_the_bound_of_sources_whose_rate_is_known(spectra, error: float, bits: f
     assert spectrum.rate(spectra, error) == (None if bits is None else pytest.approx(bits, abs=1e-6))
 
 
-def test_the_bound_at_a_signal_to_noise_ratio():
-    assert spectrum.rate_at([FLAT], 0.0) == 0
-    assert spectrum.rate_at([ONE], 20.0) == pytest.approx(0.5 * math.log2(100) / 4)
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e30])
 def test_a_spectrum_is_that_of_the_second_moments(scale: float):
     variances = [9.0, 4.0, 1.0, 0.25, 0.0]
@@ -150,3 +145,6 @@ def test_no_uniform_quantizer_with_entropy_coding_beats_the_bound():
     least = spectrum.rate([x.square().mean()[None]], float((x - q * 0.1).square().mean()))
     assert least is not None
     assert entropy - least == pytest.approx(0.2546, abs=0.01)
+    # The bound at a signal-to-noise ratio.
+    assert spectrum.rate_at([FLAT], 0.0) == 0
+    assert spectrum.rate_at([ONE], 20.0) == pytest.approx(0.5 * math.log2(100) / 4)

@@ -112,14 +112,12 @@ def _shown(*, terminal: bool, width: int = 80) -> str:
     return console.file.getvalue()
 
 
-def test_a_log_gets_plain_lines():
+def test_a_log_gets_plain_lines_and_bars_leave_room_for_the_text():
+    text = "loss 2.345  12,345 tokens/s  [32.0/32.0 bits]"
     lines = _shown(terminal=False).splitlines()
-    assert lines[0] == "fp32  1/20  loss 2.345  12,345 tokens/s  [32.0/32.0 bits]"
+    assert lines[0] == f"fp32  1/20  {text}"
     assert [line.split()[1] for line in lines] == ["1/20", *(f"{step}/20" for step in range(2, 21, 2))]
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_bars_leave_room_for_the_text(width: int):
-    shown = _shown(terminal=True, width=width)
-    assert "20/20" in shown
-    assert "loss 2.345  12,345 tokens/s  [32.0/32.0 bits]" in shown
+    for width in (80, 120):
+        shown = _shown(terminal=True, width=width)
+        assert "20/20" in shown
+        assert text in shown

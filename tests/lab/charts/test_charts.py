@@ -34,13 +34,10 @@ def texts(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_negative_bars_have_their_texts_on_the_left():
-    rows = [{"name": "int4", "y": -0.5}, {"name": "int8", "y": 0.1}]
+def test_bars_lines_of_rows_and_of_curves_and_points_by_themselves():
+    rows: list[dict[str, Any]] = [{"name": "int4", "y": -0.5}, {"name": "int8", "y": 0.1}]
     (axes,) = drawn(Bars(group=lambda row: "", series="name", y="y", label="difference, %"), rows).axes
-    assert [text.get_ha() for text in axes.texts] == ["right", "left"]
-
-
-def test_lines_of_rows_and_of_curves_and_points_by_themselves():
+    assert [text.get_ha() for text in axes.texts] == ["right", "left"], "negative bars have theirs on the left"
     axes = drawn(Lines(series="format", curve="curve", x_label="s", label="loss", note=lambda row: "end"), ROWS).axes[0]
     assert np.array_equal(axes.lines[0].get_xydata(), [[0.0, 3.0], [1.0, 2.0], [0.0, 3.0]])
     assert texts(axes) == ["FP32\nend", "INT4\nend"]
@@ -68,6 +65,18 @@ def test_a_picture_of_whatever_there_is(tmp_path: Path, rows: list):
     assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_is_checked_before_the_run_and_plans_of_the_library_have_charts(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"picture is '.*rows.json'; allowed: a file that ends in"):
+        check_picture(tmp_path / "rows.json")
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_picture(Path("/proc/rows.png"))
+    check_picture(tmp_path / "new" / "rows.svg")
+    stage = {"held": 2, "bf16_bytes": 4e6, "saved_bytes": 1e6, "int4_bytes": 1e6, "norm": 8, "mlp": 4, "linear": 16}
+    rows = [{"stage": number, **stage} for number in range(2)]
+    draw_results(Measurement("lowbit.plan.memory").command, rows, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_curves_that_end_together_have_their_names_in_a_column():
     starts = {"fp32": 1.0, "bf16": 1.01, "int4": 3.0}
     rows = [{"name": name, "x": x, "y": y + x} for name, y in starts.items() for x in (0, 1)]
@@ -77,21 +86,6 @@ def test_curves_that_end_together_have_their_names_in_a_column():
     assert len({round(box.x0) for box in boxes}) == 1
     assert all(box.x0 > axes.transData.transform((1, 0))[0] for box in boxes)
     assert [box.y0 for box in boxes] == sorted(box.y0 for box in boxes), "in the order of the curves"
-
-
-def test_a_picture_is_checked_before_the_run(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"picture is '.*rows.json'; allowed: a file that ends in"):
-        check_picture(tmp_path / "rows.json")
-    with pytest.raises(ValueError, match="cannot be written"):
-        check_picture(Path("/proc/rows.png"))
-    check_picture(tmp_path / "new" / "rows.svg")
-
-
-def test_plans_of_the_library_have_charts(tmp_path: Path):
-    stage = {"held": 2, "bf16_bytes": 4e6, "saved_bytes": 1e6, "int4_bytes": 1e6, "norm": 8, "mlp": 4, "linear": 16}
-    rows = [{"stage": number, **stage} for number in range(2)]
-    draw_results(Measurement("lowbit.plan.memory").command, rows, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("far", [1, 100])
@@ -153,6 +147,10 @@ def test_members_of_a_family_are_paler_and_only_the_first_stands_out():
     assert [palette.stands_out(name) for name in names] == [True, False, False]
     assert palette.ink(names[1]) == LIGHT.formats["transform"], "pale text cannot be read"
     assert palette.marker(names[0]) not in (palette.marker(names[1]), palette.marker(names[2]))
+    assert mixed("#000000", "#ffffff", 0.5) == "#808080"
+    rows = [{"format": "fp32"}, {"format": "TransformQuant()"}]
+    assert recommended(rows, "format") == rows[1]
+    assert recommended(rows[:1], "format") is None
 
 
 def luminance(colour: str) -> float:
@@ -173,10 +171,3 @@ def test_text_and_recommended_formats_can_be_read(theme: Any):
     assert all(contrast(colour, theme.surface) > 1.5 for colour in theme.formats.values())
     baselines = [theme.formats[name] for name in ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")]
     assert all(contrast(one, other) > 1.15 for one, other in combinations(baselines, 2))
-
-
-def test_mixed_and_recommended():
-    assert mixed("#000000", "#ffffff", 0.5) == "#808080"
-    rows = [{"format": "fp32"}, {"format": "TransformQuant()"}]
-    assert recommended(rows, "format") == rows[1]
-    assert recommended(rows[:1], "format") is None

@@ -67,10 +67,14 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
 
 def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Path):
     """Of a calibration made with --gain static as it says; of others, the paper's format from the same averages."""
-    output = tmp_path / "static"
+    output = tmp_path / "made" / "static"
     made = f"--text {folder / 'text.txt'} --length 32 --sequences 8 --output {output}"
-    result = invoke("calibrate", str(folder), *made.split(), "--features", "1", "--gain", "static")
+    files = f"--json {tmp_path}/c.json --png {tmp_path}/c.png"
+    result = invoke("calibrate", str(folder), *f"{made} {files} --features 1 --gain static".split())
     assert result.exit_code == 0, result.output
+    assert "layers.1.mlp.down_proj" in result.stdout
+    assert [len(row["aggregated"]) for row in json.loads((tmp_path / "c.json").read_text())["rows"]] == [32] * 4
+    assert (tmp_path / "c.png").stat().st_size > 5000
     assert "bits per value, as published: no gain for each token\n" in result.stdout
     assert Calibration.load(output).gain == "static"
     settings = evaluation_config(folder, tps=(2,), formats=("feature-int4-static",), dtype="bfloat16")
@@ -87,6 +91,8 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
         result = invoke("calibrate", str(folder), *again.split(), *gain.split())
         assert result.exit_code == 0, result.output
         assert Calibration.load(output).gain == wanted
+    assert (Calibration.load(output).count, Calibration.load(output).settings["k"]) == (21, 1)
+    assert list(output.parent.iterdir()) == [output]
 
 
 @pytest.mark.parametrize("name", ["int4", "feature-int4"])
@@ -165,38 +171,6 @@ def on_a_rank(folder: str) -> tuple[Any, str, str]:
     run(CALIBRATE, settings)
     torch.distributed.barrier()
     return rows, Calibration.load(settings.path).fingerprint(), str(missing.value)
-
-
-def test_a_calibration_is_continued(folder: Path, tmp_path: Path):
-    settings = calibration_config(folder, output=str(tmp_path / "c.safetensors"))
-    run(CALIBRATE, settings)
-    run(CALIBRATE, dataclasses.replace(settings, features="", continue_=True, seed=1))
-    continued = Calibration.load(settings.path)
-    assert (continued.count, continued.settings["k"]) == (14, 1)
-    assert list(settings.path.parent.iterdir()) == [settings.path]
-
-
-def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
-    text = str(folder / "text.txt")
-    common = ["--text", text, "--length", "32", "--sequences", "4"]
-    file = str(tmp_path / "c.safetensors")
-    files = ["--json", str(tmp_path / "c.json"), "--png", str(tmp_path / "c.png")]
-    options = ["--features", "2", "--output", file]
-    done = invoke("calibrate", str(folder), *options, *common, *files)
-    assert done.exit_code == 0, done.output
-    assert "layers.1.mlp.down_proj" in done.stdout
-    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
-    assert len(rows) == 4
-    assert len(rows[0]["aggregated"]) == 32
-    files = ["--json", str(tmp_path / "e.json"), "--png", str(tmp_path / "e.png")]
-    options = ["--low-bit", "--tp", "2", "--calibration", file]
-    done = invoke("evaluate", str(folder), *options, *common, *files)
-    assert done.exit_code == 0, done.output
-    assert "feature-int4" in done.stdout
-    written = json.loads((tmp_path / "e.json").read_text())
-    assert written["command"] == "evaluate"
-    assert [row["format"] for row in written["rows"]] == ["bf16", "feature-int4"]
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("c.png", "e.png"))
 
 
 WITH_FILES = "evaluate {model} --tp 2 --low-bit --text {text} --task"

@@ -148,8 +148,10 @@ def test_the_command_scores_files_with_and_without_low_bit_sums(folder: Path, tm
     tasks = [f"{name}={write(tmp_path, name, RECORDS[name][0])}" for name in FILE_TASKS]
     common = f"--text {folder / 'text.txt'} --length 32 --sequences 2 --tp 2 --format int8 --limit 2 --small 0"
     output = tmp_path / "rows.json"
-    done = invoke("evaluate", str(folder), *common.split(), "--task", ",".join(tasks), "--json", str(output))
+    files = f"--json {output} --png {tmp_path}/rows.png"
+    done = invoke("evaluate", str(folder), *common.split(), "--task", ",".join(tasks), *files.split())
     assert done.exit_code == 0, done.output
+    assert (tmp_path / "rows.png").stat().st_size > 5000
     exact, int8 = json.loads(output.read_text())["rows"]
     assert {name.partition(" ")[0] for name in exact["scores"]} == set(FILE_TASKS)
     assert len(exact["scores"]) == 8

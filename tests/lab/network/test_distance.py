@@ -155,7 +155,6 @@ def test_packets_of_a_train_are_lost_one_by_one() -> None:
 
 
 @needs_distance
-@pytest.mark.usefixtures("privilege")
 def test_more_hosts_meet_at_a_switch() -> None:
     with SlowLink(hosts=3, rate_mbit=30, rtt_ms=20) as link:
         assert 20 <= shortest(link, 25, first=1, second=2) < 26
