@@ -19,15 +19,23 @@ from tests.forked import run_script
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_the_pipeline_learns_in_few_bits(tmp_path: Path):
-    script = EXAMPLES / "pipeline.py"
-    done = run_script(script, "--steps", "20", ranks=2, timeout=200, folder=tmp_path)
+def output_of(name: str, *arguments: str, folder: Path, ranks: int = 0) -> str:
+    done = run_script(EXAMPLES / name, *arguments, ranks=ranks, folder=folder)
     assert done.code == 0, done.output
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.output)]
+    return done.output
+
+
+def losses_in(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+
+
+def test_the_pipeline_learns_in_few_bits(tmp_path: Path):
+    output = output_of("pipeline.py", "--steps", "20", ranks=2, folder=tmp_path)
+    losses = losses_in(output)
     assert len(losses) == 2
-    assert losses[-1] < 3.6, done.output  # guessing costs log(256) = 5.5
+    assert losses[-1] < 3.6, output  # guessing costs log(256) = 5.5
     # A quarter of the steps at 32 bits, the rest at 3.2.
-    assert re.search(r"rank 0 sent [\d.]+ MB, 10\.\d bits", done.output), done.output
+    assert re.search(r"rank 0 sent [\d.]+ MB, 10\.\d bits", output), output
 
 
 def test_data_parallel_ranks_learn_the_same():
@@ -36,34 +44,29 @@ def test_data_parallel_ranks_learn_the_same():
     script = [str(EXAMPLES / "data_parallel.py"), "--steps", "16"]
     done = subprocess.run([sys.executable, *command, *script], text=True, capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    losses = losses_in(done.stdout)
     assert len(losses) == 4
     assert losses[-1] < 3.6, done.stdout
     assert "bit for bit: yes" in done.stdout
 
 
 def test_one_line_makes_autograd_keep_less(tmp_path: Path):
-    script = EXAMPLES / "fine_tune.py"
-    arguments = ["--steps", "8", "--sequence", "64", "--output", "tuned"]
-    done = run_script(script, *arguments, timeout=200, folder=tmp_path)
-    assert done.code == 0, done.output
-    after, before = re.findall(r"([\d.]+) MB", done.output)
+    output = output_of("fine_tune.py", "--steps", "8", "--sequence", "64", "--output", "tuned", folder=tmp_path)
+    after, before = re.findall(r"([\d.]+) MB", output)
     assert float(after) < 0.4 * float(before)
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.output)]
-    assert losses[-1] < 4.5 < 5 < losses[0], done.output
+    losses = losses_in(output)
+    assert losses[-1] < 4.5 < 5 < losses[0], output
     tuned = LlamaForCausalLM.from_pretrained(tmp_path / "tuned")
-    ids = torch.tensor([list(script.read_bytes()[:64])])
+    ids = torch.tensor([list((EXAMPLES / "fine_tune.py").read_bytes()[:64])])
     assert tuned(input_ids=ids, labels=ids).loss < 4.5
 
 
 @pytest.mark.parametrize("framework", ["trainer", "accelerate", "lightning"])
 def test_frameworks_train_with_stored_gradients(framework: str, tmp_path: Path):
-    script = EXAMPLES / "frameworks.py"
-    done = run_script(script, framework, "--steps", "8", timeout=300, folder=tmp_path)
-    assert done.code == 0, done.output
-    ((first, last),) = re.findall(r"loss ([\d.]+) at first, ([\d.]+) after 8 steps", done.output)
-    assert float(last) < 4.8 < 5.3 < float(first), done.output
-    assert float(re.findall(r"([\d.]+) bytes per parameter", done.output)[0]) < 1.1
+    output = output_of("frameworks.py", framework, "--steps", "8", folder=tmp_path)
+    ((first, last),) = re.findall(r"loss ([\d.]+) at first, ([\d.]+) after 8 steps", output)
+    assert float(last) < 4.8 < 5.3 < float(first), output
+    assert float(re.findall(r"([\d.]+) bytes per parameter", output)[0]) < 1.1
 
 
 def test_a_sequence_longer_than_the_text_is_refused(

@@ -79,15 +79,10 @@ FAR = {"address": "172.16.4.4", "gloo_address": "172.16.4.4", "near": False}
             {"links": links({"mbit": 94.0, "loss": 0.04, **TO_BBR}, {"mbit": 93.0, **TO_BBR})}, [], id="clean, queue"
         ),
         pytest.param(
-            {"links": links({"mbit": 60.0, "loss": 1e-4, **TO_BBR}, {"mbit": 80.0, "loss": 1e-4, **TO_BBR})},
-            ["note m0: the link loses packets, and TCP slows down for each: to m1 60 Mbit/s with CUBIC, 86 with BBR "
-             "(10 MB take 1.3 s instead of 0.93) -> nothing to do for lowbit train, which changes to BBR by itself"],
-            id="loss 0.01 %",
-        ),
-        pytest.param(
             {"links": links({"mbit": 13.0, **TO_BBR}, {"mbit": 12.0, **TO_BBR})},
             ["note m0 and m1: the link loses packets, and TCP slows down for each: to m1 13 Mbit/s with CUBIC, 86 with "
-             "BBR (10 MB take 6.2 s instead of 0.93); to m0 12 Mbit/s with CUBIC, 86 with BBR (10 MB take 6.7 s"],
+             "BBR (10 MB take 6.2 s instead of 0.93); to m0 12 Mbit/s with CUBIC, 86 with BBR (10 MB take 6.7 s",
+             "-> nothing to do for lowbit train, which changes to BBR by itself"],
             id="loss 0.1 %",
         ),
         pytest.param(
@@ -142,14 +137,10 @@ FAR = {"address": "172.16.4.4", "gloo_address": "172.16.4.4", "near": False}
             id="NAT of a machine that finds closed ports",
         ),
         pytest.param(
-            {"links": links({"mbit": 19.0}, {"mbit": 4.8}), },
-            ["warning m1: m1 to m0 carries 4.8 Mbit/s, the other direction 19: 10 MB take 17 s -> look for a "
-             "bad cable or weak Wi-Fi; if it is an upload limit: fewer bits in pipeline.backward"],
-            id="asymmetric",
-        ),
-        pytest.param(
             {"links": links({"mbit": 6273.4}, {"mbit": 1204.0})},
-            ["warning m1: m1 to m0 carries 1,200 Mbit/s, the other direction 6,270: 10 MB"], id="asymmetric, fast",
+            ["warning m1: m1 to m0 carries 1,200 Mbit/s, the other direction 6,270: 10 MB",
+             "-> look for a bad cable or weak Wi-Fi; if it is an upload limit: fewer bits in pipeline.backward"],
+            id="asymmetric",
         ),
         pytest.param(
             {"speed": ({"busy": 1.0, "own": 0.9}, {"busy": 1.8, "own": 0.9})},

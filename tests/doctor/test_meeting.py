@@ -243,10 +243,9 @@ def test_wrong_settings_are_one_line(words: tuple[str, ...], line: str, monkeypa
 def test_the_environment_of_a_training_is_enough(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29444", "WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert DoctorSettings().place == ("192.0.2.1", 29444)
-    assert DoctorSettings().count == 3
-    assert DoctorSettings(meet="desk", machines=2).place == ("desk", 29400)
-    assert DoctorSettings(machines=2).count == 2
+    assert (DoctorSettings().place, DoctorSettings().count) == (("192.0.2.1", 29444), 3)
+    given = DoctorSettings(meet="desk", machines=2)
+    assert (given.place, given.count) == (("desk", 29400), 2)
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'many'"):
         _ = DoctorSettings().count

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink, delay, distance, goodput, round_trip
-from tests.lab.network.test_shape import TCP_SHARE, all_gone, best, needs_distance, needs_link, output_of, talking
+from tests.lab.network.test_shape import (
+    TCP_SHARE,
+    all_gone,
+    best,
+    needs_distance,
+    needs_link,
+    output_of,
+    python,
+    talking,
+)
 
 FAR = Link(100.0, rtt_ms=40)
 
@@ -19,23 +28,27 @@ def shortest(link: SlowLink, enough: float, *, first: int = 0, second: int = 1) 
     return -best(lambda: -round_trip(link, first=first, second=second), -enough, worst=-1e9)
 
 
+def carried(link: SlowLink, sender: int, receiver: int, enough: float) -> float:
+    """The most that a link carries from host to host, in Mbit/s."""
+    return best(lambda: goodput(link, [(sender, receiver)], 0.8)[0], enough)
+
+
 @needs_distance
 @pytest.mark.usefixtures("privilege")
 def test_a_far_link_carries_its_rate_and_takes_its_time() -> None:
     with SlowLink(rate_mbit=100, rtt_ms=40) as link:
         assert 40 <= shortest(link, 44) < 45
-        carried = best(lambda: goodput(link, [(0, 1)], 0.8)[0], 86)
-    assert 85 < carried < 1.25 * 100 * TCP_SHARE  # what came late counts as fast
+        assert 85 < carried(link, 0, 1, 86) < 1.25 * 100 * TCP_SHARE  # what came late counts as fast
 
 
 @needs_distance
 def test_each_direction_has_its_own_rate() -> None:
     with SlowLink(rate_mbit=40, back_mbit=10, rtt_ms=10) as link:
-        assert 34 < best(lambda: goodput(link, [(0, 1)], 0.8)[0], 35) < 1.25 * 40 * TCP_SHARE
-        assert 8 < best(lambda: goodput(link, [(1, 0)], 0.8)[0], 8.5) < 1.25 * 10 * TCP_SHARE
+        assert 34 < carried(link, 0, 1, 35) < 1.25 * 40 * TCP_SHARE
+        assert 8 < carried(link, 1, 0, 8.5) < 1.25 * 10 * TCP_SHARE
         link.set_rate(20)
         assert link.link == Link(20.0, rtt_ms=10)
-        assert best(lambda: goodput(link, [(1, 0)], 0.8)[0], 16) > 15
+        assert carried(link, 1, 0, 16) > 15
 
 
 @needs_distance
@@ -67,6 +80,12 @@ def test_jitter_spreads_the_round_trips() -> None:
     assert high > 24
 
 
+def train(payload: int, segment: int) -> bytes:
+    header = bytes([0, 1, 0, 0, *segment.to_bytes(2, sys.byteorder), *bytes(4)])
+    ip, tcp = bytes([0x45, *bytes(19)]), bytes([*bytes(12), 0x80, *bytes(19)])
+    return header + ip + tcp + bytes(payload)
+
+
 def test_packets_follow_each_other_at_the_rate_and_the_queue_drops_its_tail() -> None:
     line, arrivals = delay.Line([0, 1]), []
     order = {"rates": [[1e-6, 0], [0, 0]], "delay": 0.02, "jitter": 0, "queue": 0.01}
@@ -83,18 +102,10 @@ def test_packets_follow_each_other_at_the_rate_and_the_queue_drops_its_tail() ->
     line._send(free + 0.005, 0.01, 0, 1, packet)
     line._send(200.0, 0.01, 0, 1, packet)
     assert arrivals == pytest.approx([free + 0.021, 200.021])
-
-
-def test_a_train_takes_as_long_as_its_packets() -> None:
-    def train(payload: int, segment: int) -> bytes:
-        header = bytes([0, 1, 0, 0, *segment.to_bytes(2, sys.byteorder), *bytes(4)])
-        ip, tcp = bytes([0x45, *bytes(19)]), bytes([*bytes(12), 0x80, *bytes(19)])
-        return header + ip + tcp + bytes(payload)
-
-    assert delay.ethernet_bytes(train(1448, 1448)) == 1514
-    assert delay.ethernet_bytes(train(3 * 1448, 1448)) == 3 * 1514
-    assert delay.ethernet_bytes(train(3 * 1448 + 1, 1448)) == 3 * 1514 + 67
-    assert delay.ethernet_bytes(bytes(10) + bytes(100)) == 114
+    # A train takes as long as its packets.
+    lengths = {train(1448, 1448): 1514, train(3 * 1448, 1448): 3 * 1514, train(3 * 1448 + 1, 1448): 3 * 1514 + 67}
+    lengths[bytes(10) + bytes(100)] = 114
+    assert {each: delay.ethernet_bytes(each) for each in lengths} == lengths
 
 
 UDP = """
@@ -114,10 +125,10 @@ else:
 
 def arrived(link: SlowLink) -> list[int]:
     """Which of 1000 datagrams from host 0 arrive at host 1, in their order."""
-    argv = [sys.executable, "-S", "-c", UDP]
-    server = link.popen(1, [*argv, "listen"], stdout=subprocess.PIPE, text=True)
+    server = python(link, 1, UDP, "listen")
+    assert server.stdout
     server.stdout.readline()
-    link.popen(0, [*argv, link.address(1)])
+    python(link, 0, UDP, link.address(1))
     return [int(word) for word in server.communicate(timeout=30)[0].split()]
 
 
@@ -145,20 +156,16 @@ def test_losses_come_in_a_row_and_packets_late() -> None:
         late = arrived(link)
     assert sorted(late) == list(range(1000))
     assert late != sorted(late)
-
-
-@needs_distance
-def test_packets_of_a_train_are_lost_one_by_one() -> None:
-    """At 1 % TCP still carries much of 20 Mbit/s; were whole trains lost, it would not."""
+    # Of a train of packets each is lost by itself: at 1 % TCP still carries much of 20 Mbit/s.
     with SlowLink(rate_mbit=20, rtt_ms=4, loss=0.01) as link:
-        assert best(lambda: goodput(link, [(0, 1)], 0.8)[0], 14) > 10
+        assert carried(link, 0, 1, 14) > 10
 
 
 @needs_distance
 def test_more_hosts_meet_at_a_switch() -> None:
     with SlowLink(hosts=3, rate_mbit=30, rtt_ms=20) as link:
         assert 20 <= shortest(link, 25, first=1, second=2) < 26
-        assert best(lambda: goodput(link, [(1, 2)], 0.8)[0], 25) > 24
+        assert carried(link, 1, 2, 25) > 24
         both = goodput(link, [(0, 2), (1, 2)], 1.0)  # which share what host 2 receives at
         assert sum(both) < 1.25 * 30 * TCP_SHARE
         assert best(lambda: min(goodput(link, [(0, 1), (2, 0)], 0.8)), 19) > 18

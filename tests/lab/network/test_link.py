@@ -16,7 +16,6 @@ LINKS = [
     ("unlimited/40ms", Link(None, rtt_ms=40), "unlimited, 40 ms"),
     ("100mbit/40ms", Link(100.0, rtt_ms=40), "100 Mbit/s, 40 ms"),
     ("20mbit-5mbit/30ms", Link(20.0, back_mbit=5.0, rtt_ms=30), "20 Mbit/s - 5 Mbit/s, 30 ms"),
-    ("100mbit/40ms/5ms", Link(100.0, rtt_ms=40, jitter_ms=5), "100 Mbit/s, 40 ± 5 ms"),
     ("100mbit/40ms/5ms/0.1%", Link(100.0, rtt_ms=40, jitter_ms=5, loss=0.001), "100 Mbit/s, 40 ± 5 ms, 0.1 % lost"),
     (
         "100mbit/40ms/0ms/200ms/0.1%",
@@ -25,7 +24,6 @@ LINKS = [
     ),
     ("100mbit/0ms/0ms/200ms", Link(100.0, queue_ms=200), "100 Mbit/s, queue 200 ms"),
     ("100mbit/0.1%", Link(100.0, loss=0.001), "100 Mbit/s, 0.1 % lost"),
-    ("100mbit/40ms/1%x5", Link(100.0, rtt_ms=40, loss=0.01, burst=5), "100 Mbit/s, 40 ms, 1 % lost, 5 in a row"),
     ("100mbit/40ms/~0.5%", Link(100.0, rtt_ms=40, reorder=0.005), "100 Mbit/s, 40 ms, 0.5 % late"),
     (
         "100mbit/40ms/1%x2.5/~2%/bbr",

@@ -46,6 +46,11 @@ def output_of(link: SlowLink, host: int, *argv: str) -> str:
     return process.communicate(timeout=10)[0]
 
 
+def python(link: SlowLink, host: int, source: str, *argv: str) -> subprocess.Popen:
+    """A program on a host."""
+    return link.popen(host, [sys.executable, "-S", "-c", source, *argv], stdout=subprocess.PIPE, text=True)
+
+
 def best(measured: Callable[[], float], enough: float, *, worst: float = 0.0) -> float:
     """The most of some measurements: other work on this machine only ever takes from what a link carries."""
     found = worst
@@ -59,21 +64,20 @@ def best(measured: Callable[[], float], enough: float, *, worst: float = 0.0) ->
 @needs_link
 @pytest.mark.usefixtures("privilege")
 def test_link_is_slow_and_full_duplex() -> None:
-    rate = 50 * TCP_SHARE
     rates: list[float] = []
 
     def slower() -> float:
-        """Of the four rates, the one that is furthest below what it should be."""
+        """Of the four rates, the one that is furthest below what it should be, as a share of it."""
         forth, back = (0, 1), (1, 0)
         single = [goodput(link, [route], 0.7)[0] for route in (forth, back)]
         both = goodput(link, [forth, back], 0.7)
         rates.extend([*single, *both])
         # Half duplex would leave half the rate to each; TCP needs a moment to share.
-        return min(*single, *(1.25 * each for each in both)) / rate
+        return min(*single, *(1.25 * each for each in both)) / (50 * TCP_SHARE)
 
     with SlowLink(rate_mbit=50) as link:
         assert best(slower, 0.95) > 0.85
-    assert max(rates) < 1.03 * rate
+    assert max(rates) < 1.03 * 50 * TCP_SHARE
 
 
 @needs_link
@@ -85,26 +89,22 @@ def test_burst_does_not_carry_a_message_past_the_limit() -> None:
     client = "import socket, sys; c = socket.create_connection((sys.argv[1], 7))\n"
     client += "c.sendall(bytes(1 << 18))"
     with SlowLink(rate_mbit=25) as link:
-        argv = [sys.executable, "-S", "-c", script]
-        server = link.popen(0, argv, stdout=subprocess.PIPE, text=True)
+        server = python(link, 0, script)
         time.sleep(0.3)
-        link.popen(1, [sys.executable, "-S", "-c", client, link.address(0)])
+        python(link, 1, client, link.address(0))
         received, seconds = server.communicate(timeout=10)[0].split()
-    at_the_rate = (1 << 18) * 8 / 25e6
     assert int(received) == 1 << 18
-    assert float(seconds) > 0.7 * at_the_rate
+    assert float(seconds) > 0.7 * (1 << 18) * 8 / 25e6
 
 
 @needs_link
 @pytest.mark.usefixtures("privilege")
 def test_more_hosts_meet_at_a_bridge() -> None:
     with SlowLink(hosts=3, rate_mbit=50) as link:
-        addresses = {link.address(host) for host in range(3)}
+        for host in range(3):
+            assert f"{link.address(host)}/24" in output_of(link, host, "ip", "-br", "address")
+        assert len({link.address(host) for host in range(3)}) == 3
         mbit = best(lambda: goodput(link, [(1, 2)], 0.7)[0], 0.95 * 50 * TCP_SHARE)
-        seen = [output_of(link, host, "ip", "-br", "address") for host in range(3)]
-        for host, text in enumerate(seen):
-            assert f"{link.address(host)}/24" in text
-    assert len(addresses) == 3
     assert 0.85 < mbit / (50 * TCP_SHARE) < 1.05
 
 
@@ -124,10 +124,9 @@ else:
 
 def talking(link: SlowLink) -> tuple[subprocess.Popen, subprocess.Popen]:
     """Host 0, which prints when it hears host 1, and host 1, which talks for 1.5 seconds; they are connected."""
-    argv = [sys.executable, "-S", "-c", TALKER]
-    server = link.popen(0, [*argv, "listen"], stdout=subprocess.PIPE, text=True)
+    server = python(link, 0, TALKER, "listen")
     time.sleep(0.2)
-    client = link.popen(1, [*argv, link.address(0)])
+    client = python(link, 1, TALKER, link.address(0))
     assert server.stdout.readline()
     return server, client
 
@@ -195,10 +194,9 @@ def test_both_ends_of_a_connection_have_the_congestion_control_of_the_link(rtt_m
     with SlowLink(rtt_ms=rtt_ms) as link:
         for name in ("cubic", "reno"):
             link.set_link(Link(rtt_ms=rtt_ms, congestion=name))
-            argv = [sys.executable, "-c", SOCKETS, link.address(1)]
-            with link.popen(1, argv, stdout=subprocess.PIPE, text=True) as listener:
+            with python(link, 1, SOCKETS, link.address(1)) as listener:
                 assert listener.stdout.readline() == "ready\n"
-                assert output_of(link, 0, sys.executable, "-c", DIAL, link.address(1)).strip() == name
+                assert python(link, 0, DIAL, link.address(1)).communicate(timeout=20)[0].strip() == name
                 assert listener.communicate(timeout=20)[0].strip() == name
 
 
@@ -278,20 +276,18 @@ def test_nothing_stays_however_it_ends(ending: str, number: int | None, rtt_ms: 
 
 
 def all_gone(pids: list[int], seconds: float = 5.0) -> bool:
+    """Whether all processes end in time."""
+
+    def running(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(running(pid) for pid in pids):
-            return True
+    while any(map(running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return False
-
-
-def running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    return not any(map(running, pids))
 
 
 def test_a_missing_program_and_a_refused_namespace_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
