@@ -4,10 +4,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from lowbit.doctor.facts import Speed
@@ -72,14 +73,13 @@ class Running:
 
 def start(
     folder: Path, *words: str, link: SlowLink | None = None, host: int = 0,
-    environment: Mapping[str, str] | None = None, before: Callable[..., None] | None = None,
-    arguments: Sequence[object] = (), speed: bool = False,
+    environment: Mapping[str, str] | None = None, changes: Mapping[str, Any] | None = None, speed: bool = False,
 ) -> Running:  # fmt: skip
     """Start `lowbit doctor` in a folder with the recipe and its text, unless they are there already.
 
     Args:
         link, host: where it runs; without a link on this machine.
-        environment: variables beside the secret. before: called with `arguments` in the process, first.
+        environment: variables beside the secret. changes: of names in lowbit.doctor, such as "survey.speed".
         speed: measure compute and coding, too, on a machine that is taken for one on which nothing else runs.
     """
     folder.mkdir(exist_ok=True)
@@ -88,14 +88,19 @@ def start(
             (folder / name).write_text(text)
     space = (link._namespaces[host].pid, link._namespaces[host].kinds) if link else None
     variables = {"LOWBIT_SECRET": "a secret", **(environment or {})}
-    process = CONTEXT.Process(
-        target=_run, args=(str(folder), words, space, variables, before, arguments, speed), daemon=True
-    )
+    changes = dict(changes or {})
+    if not speed:
+        changes = {"survey.speed": _speed, **changes}
+    process = CONTEXT.Process(target=_run, args=(str(folder), words, space, variables, changes), daemon=True)
     process.start()
     return Running(process, folder)
 
 
-def _run(folder, words, space, variables, before, arguments, speed) -> None:
+def _speed(*_: object) -> Speed:
+    return Speed(layer_seconds=0.1, layer_tokens=64)
+
+
+def _run(folder, words, space, variables, changes) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, name in ((1, "page"), (2, "errors")):
@@ -113,8 +118,6 @@ def _run(folder, words, space, variables, before, arguments, speed) -> None:
     from lowbit.cli import main
 
     mock.patch("lowbit.doctor.facts.busy_seconds", return_value=0.0).start()
-    if not speed:
-        mock.patch("lowbit.doctor.survey.speed", return_value=Speed(layer_seconds=0.1, layer_tokens=64)).start()
-    if before:
-        before(*arguments)
+    for name, value in changes.items():
+        mock.patch(f"lowbit.doctor.{name}", value).start()
     main(["doctor", *words])

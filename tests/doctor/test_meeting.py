@@ -26,7 +26,7 @@ from lowbit.doctor.facts import Facts, StatementError, _coding, busy_seconds, fa
 from lowbit.doctor.meeting import FirstMachineError, Meeting
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.survey import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
-from lowbit.train import from_mapping
+from lowbit.train import TrainConfig, from_mapping
 from tests.command_line import invoke
 from tests.doctor.machines import start
 
@@ -70,7 +70,7 @@ def test_three_machines_with_one_name_meet(tmp_path: Path):
 def test_one_machine_without_a_recipe_gives_a_cluster(tmp_path: Path):
     machine = start(
         tmp_path / "a", "--machines", "1", "--meet", f"127.0.0.1:{free_port()}", "--name", "[/x]desk", "--json",
-        "doctor.json", environment={"LOWBIT_SECRET": ""}, before=_small, speed=True,
+        "doctor.json", environment={"LOWBIT_SECRET": ""}, changes={"facts.TrainConfig": _small}, speed=True,
     )  # fmt: skip
     page = " ".join(machine.page().split())
     assert machine.code == 0, machine.said()
@@ -80,13 +80,12 @@ def test_one_machine_without_a_recipe_gives_a_cluster(tmp_path: Path):
     assert "tflops = " in (tmp_path / "a" / "cluster.toml").read_text()
 
 
-def _small() -> None:
-    """Measure a small model where no recipe names one."""
-    config = from_mapping({
+def _small() -> TrainConfig:
+    """What is measured where no recipe names a model."""
+    return from_mapping({
         "model": {"dim": 32, "layers": 2, "heads": 2}, "data": {"sequence": 32, "batch": 4},
         "pipeline": {"forward": "bf16", "backward": "bf16"},
     })  # fmt: skip
-    mock.patch("lowbit.doctor.facts.TrainConfig", return_value=config).start()
 
 
 def test_another_program_has_the_port(tmp_path: Path):
@@ -100,7 +99,7 @@ def test_another_program_has_the_port(tmp_path: Path):
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(answering(partial(work, *each))) for each in greetings.values()]
         machines = [
-            start(tmp_path / name, "--meet", f"127.0.0.1:{port}", "run.toml", before=_hasty)
+            start(tmp_path / name, "--meet", f"127.0.0.1:{port}", "run.toml", changes={"meeting._TRY_SECONDS": 1.5})
             for name, port in zip(greetings, ports, strict=True)
         ]
         for port, machine in zip(ports, machines, strict=True):
@@ -108,11 +107,6 @@ def test_another_program_has_the_port(tmp_path: Path):
             assert machine.code == 1
             assert machine.said().count("error:") == 1
             assert f"error: 127.0.0.1:{port} is taken by another program" in machine.said()
-
-
-def _hasty() -> None:
-    """Wait less for what does not answer as a store does."""
-    mock.patch.object(meeting, "_TRY_SECONDS", 1.5).start()
 
 
 def test_ports_are_told_apart(monkeypatch: pytest.MonkeyPatch):

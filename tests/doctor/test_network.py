@@ -11,11 +11,9 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from lowbit.doctor import facts, survey
 from lowbit.plan.cluster import Cluster
 from lowbit_lab.network import Link, SlowLink
 from tests.command_line import invoke
@@ -48,16 +46,6 @@ def pair(
     common = ("run.toml", "--meet", f"{link.address(0)}:{PORT}", "--seconds", "0.5", *words)
     desk = start(tmp_path / "a", *common, "--name", "desk", link=link, host=0, **(first or {}))
     return desk, start(tmp_path / "b", *common, "--name", "laptop", link=link, host=1, **second)
-
-
-def changed(*constants: tuple[Any, str, float]) -> dict[str, Any]:
-    """Options of `start` with which constants of modules have other values there."""
-    return {"before": _change, "arguments": (constants,)}
-
-
-def _change(constants: tuple[tuple[Any, str, float], ...]) -> None:
-    for module, name, value in constants:
-        mock.patch(f"lowbit.doctor.{module}.{name}", value).start()
 
 
 @contextlib.contextmanager
@@ -113,7 +101,7 @@ def test_all_is_well_whatever_somebody_else_sends(link: SlowLink, tmp_path: Path
 
 def test_a_closed_port(link: SlowLink, tmp_path: Path):
     with closed(link, 1, *TRIED):
-        machines = pair(link, tmp_path, first=changed(("survey", "_PORT_SECONDS", 1.5)))
+        machines = pair(link, tmp_path, first={"changes": {"survey._PORT_SECONDS": 1.5}})
         page = agreed(machines)
     assert "1 of these would stop the training" in page
     assert "STOPS laptop: ports 32768 to 60999 are closed for desk" in page
@@ -128,8 +116,8 @@ def test_a_wrong_interface_and_a_text_that_is_missing(link: SlowLink, tmp_path: 
     (tmp_path / "b" / "run.toml").write_text(RECIPE.replace('"text.txt"', '"absent.txt"'))
     link._namespaces[1].ip("link add other type bridge", "address add 10.9.0.2/24 dev other", "link set other up")
     try:
-        hasty = changed(("survey", "_CONNECT_SECONDS", 2.0))
-        page = agreed(pair(link, tmp_path, environment={"GLOO_SOCKET_IFNAME": "other"}, **hasty))
+        wrong = {"GLOO_SOCKET_IFNAME": "other"}
+        page = agreed(pair(link, tmp_path, environment=wrong, changes={"survey._CONNECT_SECONDS": 2.0}))
     finally:
         link._namespaces[1].ip("link del other")
     assert "2 of these would stop the training" in page
@@ -143,7 +131,7 @@ def test_versions_clock_recipe_and_text_that_differ(link: SlowLink, tmp_path: Pa
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "text.txt").write_text("other " * 2000)
     (tmp_path / "b" / "run.toml").write_text(RECIPE.replace("dim = 32", "dim = 64"))
-    page = agreed(pair(link, tmp_path, before=_differ))
+    page = agreed(pair(link, tmp_path, changes={"facts.versions": _versions, "survey.time_ns": _ahead}))
     assert "4 of these would stop the training" in page
     assert "STOPS laptop: lowbit is 9.9, and" in page
     assert "STOPS laptop: PyTorch is 1.0, and" in page
@@ -154,11 +142,13 @@ def test_versions_clock_recipe_and_text_that_differ(link: SlowLink, tmp_path: Pa
     assert "warning laptop: its clock is 93 s ahead of that of desk" in page
 
 
-def _differ() -> None:
-    """Have other versions, and a clock that is ahead."""
-    other = {"lowbit": "9.9", "torch": "1.0", "python": "2.7.1"}
-    mock.patch.object(facts, "versions", return_value=other).start()
-    mock.patch.object(survey, "time_ns", side_effect=lambda: time.time_ns() + 93 * 10**9).start()
+def _versions() -> dict[str, str]:
+    return {"lowbit": "9.9", "torch": "1.0", "python": "2.7.1"}
+
+
+def _ahead() -> int:
+    """A clock that is ahead."""
+    return time.time_ns() + 93 * 10**9
 
 
 def test_a_closed_meeting_port(link: SlowLink, tmp_path: Path):
@@ -182,8 +172,8 @@ def test_another_secret(link: SlowLink, tmp_path: Path):
 
 
 def test_a_machine_that_leaves(link: SlowLink, tmp_path: Path):
-    hasty = changed(("meeting", "_END_SECONDS", 0.5))
-    first, second = pair(link, tmp_path, first=hasty, before=_interrupted)
+    hasty = {"changes": {"meeting._END_SECONDS": 0.5}}
+    first, second = pair(link, tmp_path, first=hasty, changes={"survey.speed": _interrupted})
     page = " ".join(first.page().split())
     second.page()
     assert second.code == 130
@@ -191,9 +181,9 @@ def test_a_machine_that_leaves(link: SlowLink, tmp_path: Path):
     assert "cluster.toml was not written: the speed of no machine is known." in page
 
 
-def _interrupted() -> None:
+def _interrupted(*_: object) -> None:
     """Ctrl-C where the speed would be measured."""
-    mock.patch("lowbit.doctor.survey.speed", side_effect=KeyboardInterrupt).start()
+    raise KeyboardInterrupt
 
 
 def test_the_first_machine_is_interrupted(link: SlowLink, tmp_path: Path):
@@ -227,20 +217,17 @@ def far(link: SlowLink, text: str, tmp_path: Path, *, bbr: bool = True) -> str:
     """What both machines find out about a link with a distance; without `bbr`, their kernels refuse it."""
     before = link.link
     link.set_link(Link.parse(text))
-    options: dict[str, Any] = {"before": _prepare, "arguments": (bbr,)}
+    changes = {"survey._FAR_TRIPS": 50, **({} if bbr else {"survey.set_congestion_control": _refused})}  # half the time
     try:
-        page = agreed(machines := pair(link, tmp_path, first=options, **options))
+        page = agreed(machines := pair(link, tmp_path, first={"changes": changes}, changes=changes))
     finally:
         link.set_link(before)
     assert [each.code for each in machines] == [0, 0]
     return page.partition(" machine address ")[0]
 
 
-def _prepare(bbr: bool) -> None:
-    """Measure for half of the time."""
-    mock.patch.object(survey, "_FAR_TRIPS", 50).start()
-    if not bbr:
-        mock.patch.object(survey, "set_congestion_control", return_value=False).start()
+def _refused(*_: object) -> bool:
+    return False
 
 
 needs_distance = pytest.mark.skipif(NO_DISTANCE is not None, reason=f"no link with a distance here: {NO_DISTANCE}")

@@ -2,7 +2,6 @@ import io
 import json
 import re
 import sys
-from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -14,15 +13,13 @@ from lowbit.train.boundaries import AUTO_FORMATS
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit_lab.bench import demo
 from lowbit_lab.bench.pipeline import PipelineBenchmark
-from lowbit_lab.bench.runs import PROGRAM, as_mapping, curve
-from lowbit_lab.bench.workers import Workers
+from lowbit_lab.bench.runs import curve
 from lowbit_lab.network import SlowLink
 
 TINY = PipelineBenchmark(
     model=ModelConfig(dim=32, layers=4, heads=2), data=DataConfig(batch=8, sequence=32), samples=8,
     pipeline=PipelineConfig(stages_per_rank=2, schedule="Interleaved1F1B"),
 )  # fmt: skip
-ONE_RANK = PipelineConfig(ranks=1, stages_per_rank=8, schedule="Interleaved1F1B")
 
 
 def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -75,13 +72,6 @@ def test_without_matplotlib_nothing_is_trained_and_without_a_link_it_says_so_and
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="matplotlib"):
         demo.run(tmp_path, console=Console(file=io.StringIO()))
-
-
-def test_a_rank_that_fails_is_named(tmp_path: Path):
-    config = demo.recipe(demo.LINKS[0], "fp32", tmp_path)
-    config = replace(config, model=replace(config.model, layers=7), pipeline=ONE_RANK)
-    with pytest.raises(ChildProcessError, match="rank 0 failed: .*8 stages"), Workers(PROGRAM, grouped=True) as ranks:
-        ranks.ask("train", config=as_mapping(config), seconds=1.0)
 
 
 def test_a_curve_is_a_mean_of_the_last_seconds():

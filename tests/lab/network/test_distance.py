@@ -171,15 +171,6 @@ def test_more_hosts_meet_at_a_switch() -> None:
         assert best(lambda: min(goodput(link, [(0, 1), (2, 0)], 0.8)), 19) > 18
 
 
-@needs_distance
-def test_a_delay_line_that_was_killed_is_missed() -> None:
-    with SlowLink(rtt_ms=40) as link:
-        link._distance._process.kill()
-        link._distance._process.wait()
-        with pytest.raises(LinkUnavailable, match="no link with a distance"):
-            link.set_link(Link(100.0, rtt_ms=10))
-
-
 @needs_link
 def test_no_tun_device_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "delay.py"
@@ -256,11 +247,15 @@ def test_a_neighbour_takes_its_share_and_ends_with_the_link(rtt_ms: float) -> No
     assert all_gone(pids)
 
 
-@needs_link
-def test_traffic_that_ended_is_missed() -> None:
-    with SlowLink(others=1) as link:
+@needs_distance
+def test_a_delay_line_that_was_killed_and_traffic_that_ended_are_missed() -> None:
+    with SlowLink(rtt_ms=40, others=1) as link:
         link._traffic[0]._process.kill()
         link._traffic[0]._process.wait()
         with pytest.raises(LinkUnavailable, match="the other traffic ended, with exit code -9"):
             link.popen(0, ["true"])
         link._traffic.clear()
+        link._distance._process.kill()
+        link._distance._process.wait()
+        with pytest.raises(LinkUnavailable, match="no link with a distance"):
+            link.set_link(Link(100.0, rtt_ms=10))
