@@ -99,56 +99,51 @@ def test_all_is_well_whatever_somebody_else_sends(link: SlowLink, tmp_path: Path
     assert "laptop" in planned.stdout
 
 
-def test_a_closed_port(link: SlowLink, tmp_path: Path):
+def test_a_closed_port_a_missing_text_and_a_clock_that_is_ahead(link: SlowLink, tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run.toml").write_text(RECIPE.replace('"text.txt"', '"absent.txt"'))
     with closed(link, 1, *TRIED):
-        machines = pair(link, tmp_path, first={"changes": {"survey._PORT_SECONDS": 1.5}})
+        hasty = {"changes": {"survey._PORT_SECONDS": 1.5}}
+        machines = pair(link, tmp_path, first=hasty, changes={"survey.time_ns": _ahead})
         page = agreed(machines)
-    assert "1 of these would stop the training" in page
+    assert "2 of these would stop the training" in page
     assert "STOPS laptop: ports 32768 to 60999 are closed for desk" in page
     assert "packets are dropped" in page
     assert "on laptop: sudo iptables -I INPUT -p tcp -s 198.18.0.1 --dport 32768:60999 -j ACCEPT" in page
+    assert "STOPS laptop: data.text" in page
+    assert "where there is no file" in page
+    assert "warning laptop: its clock is 93 s ahead of that of desk" in page
     assert [each.code for each in machines] == [1, 1]
     assert Cluster.read(tmp_path / "a" / "cluster.toml").links, "measured over the ports of the other direction"
 
 
-def test_a_wrong_interface_and_a_text_that_is_missing(link: SlowLink, tmp_path: Path):
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "run.toml").write_text(RECIPE.replace('"text.txt"', '"absent.txt"'))
-    link._namespaces[1].ip("link add other type bridge", "address add 10.9.0.2/24 dev other", "link set other up")
-    try:
-        wrong = {"GLOO_SOCKET_IFNAME": "other"}
-        page = agreed(pair(link, tmp_path, environment=wrong, changes={"survey._CONNECT_SECONDS": 2.0}))
-    finally:
-        link._namespaces[1].ip("link del other")
-    assert "2 of these would stop the training" in page
-    assert "STOPS laptop: Gloo would listen at 10.9.0.2 (GLOO_SOCKET_IFNAME=other), where desk cannot reach it" in page
-    assert "export GLOO_SOCKET_IFNAME=eth0" in page
-    assert "STOPS laptop: data.text" in page
-    assert "where there is no file" in page
+def _ahead() -> int:
+    return time.time_ns() + 93 * 10**9
 
 
-def test_versions_clock_recipe_and_text_that_differ(link: SlowLink, tmp_path: Path):
+def test_a_wrong_interface_and_versions_recipe_and_text_that_differ(link: SlowLink, tmp_path: Path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "text.txt").write_text("other " * 2000)
     (tmp_path / "b" / "run.toml").write_text(RECIPE.replace("dim = 32", "dim = 64"))
-    page = agreed(pair(link, tmp_path, changes={"facts.versions": _versions, "survey.time_ns": _ahead}))
-    assert "4 of these would stop the training" in page
+    link._namespaces[1].ip("link add other type bridge", "address add 10.9.0.2/24 dev other", "link set other up")
+    changes = {"survey._CONNECT_SECONDS": 2.0, "facts.versions": _versions}
+    try:
+        page = agreed(pair(link, tmp_path, environment={"GLOO_SOCKET_IFNAME": "other"}, changes=changes))
+    finally:
+        link._namespaces[1].ip("link del other")
+    assert "5 of these would stop the training" in page
+    assert "STOPS laptop: Gloo would listen at 10.9.0.2 (GLOO_SOCKET_IFNAME=other), where desk cannot reach it" in page
+    assert "export GLOO_SOCKET_IFNAME=eth0" in page
     assert "STOPS laptop: lowbit is 9.9, and" in page
     assert "STOPS laptop: PyTorch is 1.0, and" in page
     assert "on laptop: pip install lowbit==" in page
     assert "STOPS laptop: its recipe differs from that of desk: model.dim is 64 and 32" in page
     assert "STOPS laptop: its text differs from that of desk: digest" in page
     assert "warning laptop: Python is 2.7.1, and" in page
-    assert "warning laptop: its clock is 93 s ahead of that of desk" in page
 
 
 def _versions() -> dict[str, str]:
     return {"lowbit": "9.9", "torch": "1.0", "python": "2.7.1"}
-
-
-def _ahead() -> int:
-    """A clock that is ahead."""
-    return time.time_ns() + 93 * 10**9
 
 
 def test_a_closed_meeting_port(link: SlowLink, tmp_path: Path):

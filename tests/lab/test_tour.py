@@ -22,6 +22,8 @@ def test_its_commands_join_those_of_the_library():
         command = Measurement(place).command
         assert command.name == f"bench {name}"
         assert command.tables, f"{name} shows no table"
+    for package in ("bench.demo", "bench.workers", "evaluate", "network", "charts.results"):
+        importlib.import_module(f"lowbit_lab.{package}")
 
 
 def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
@@ -36,11 +38,6 @@ def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
     assert invoke("bench", "pipeline", "--link", "25mbit,1gbit/40ms,unlimited").stderr.endswith("error: enough\n")
     assert seen[0].links == (Link(25.0), Link(1000.0, rtt_ms=40), Link(None))
     assert "25mbit,100mbit" in invoke("bench", "pipeline", "--help").output
-
-
-def test_its_packages_can_be_imported():
-    for package in ("bench.demo", "bench.workers", "evaluate", "network", "charts.results"):
-        importlib.import_module(f"lowbit_lab.{package}")
 
 
 def test_a_benchmark_is_shown_written_drawn_and_put_on_a_page(tmp_path: Path):

@@ -1,7 +1,6 @@
 """`lowbit bench assumptions`: errors, bias and gradients are those of the run, and the exact gradient is exact."""
 
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit import kernels
 from lowbit.codecs import Cast, Codec, GroupInt
 from lowbit.report import Report, run
 from lowbit.train.config import DataConfig, ModelConfig
@@ -31,20 +29,13 @@ from tests.lab.bench.shown import shown
 
 TINY = ModelConfig(dim=32, layers=3, heads=2)
 INT2 = GroupInt(bits=2)
-
-
-@pytest.fixture(autouse=True)
-def _without_compilation() -> Iterator[None]:
-    with kernels.backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> AssumptionsBenchmark:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(str(i * i) for i in range(800)))
+def settings(text: str) -> AssumptionsBenchmark:
     return AssumptionsBenchmark(
-        boundaries=("fp32", "int4"), model=TINY, data=DataConfig(text=(str(text),), sequence=16, batch=2),
+        boundaries=("fp32", "int4"), model=TINY, data=DataConfig(text=(text,), sequence=16, batch=2),
         stages=3, steps=8, warmup_steps=2, every=2, repeats=3, norm_windows=4,
     )  # fmt: skip
 

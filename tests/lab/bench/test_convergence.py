@@ -19,13 +19,11 @@ LOSS = {"fp32": 2.0, "int4": 2.5, "tah-quant": 2.25, "aq-sgd": 2.125}
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> ConvergenceBenchmark:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(str(i * i) for i in range(2000)))
+def settings(text: str, tmp_path: Path) -> ConvergenceBenchmark:
     return ConvergenceBenchmark(
         regimes=("scratch-warmup", "finetune"), boundaries=("fp32", "int4"), seeds=(0, 1),
-        model=ModelConfig(dim=32, layers=2, heads=2), data=DataConfig(text=(str(text),), sequence=16, batch=2),
-        finetune_text=(str(text),), stages=2, steps=3, warmup_steps=1, pretrain_steps=2, finetune_steps=2,
+        model=ModelConfig(dim=32, layers=2, heads=2), data=DataConfig(text=(text,), sequence=16, batch=2),
+        finetune_text=(text,), stages=2, steps=3, warmup_steps=1, pretrain_steps=2, finetune_steps=2,
         finetune_samples=2, eval_windows=2, folder=str(tmp_path / "work"),
     )  # fmt: skip
 
@@ -135,14 +133,13 @@ def test_what_cannot_be_used_is_an_error_before_anything_is_trained(settings: Co
     assert trained == []
 
 
-def test_formats_with_memory_need_samples_that_come_again(caplog: pytest.LogCaptureFixture):
+def test_regimes_differ_in_warm_up_steps_rate_and_start_and_formats_with_memory_need_samples_again(
+    settings: ConvergenceBenchmark, caplog: pytest.LogCaptureFixture
+):
     with caplog.at_level("WARNING"):
         runs = planned(ConvergenceBenchmark(boundaries=("fp32", "aq-sgd"), seeds=(0,)))
     assert "aq-sgd left out of scratch" in caplog.text
     assert [one["regime"] for one in runs if one["boundary"] == "aq-sgd"] == ["finetune"]
-
-
-def test_regimes_differ_in_warm_up_steps_rate_and_start(settings: ConvergenceBenchmark):
     warm, cold, tuned = (recipe(settings, r) for r in ("scratch-warmup", "scratch", "finetune"))
     assert (warm.warmup_steps, cold.warmup_steps, tuned.warmup_steps) == (1, 0, 0)
     assert (warm.steps, tuned.steps, recipe(settings, "pretrain").steps) == (3, 2, 2)

@@ -16,12 +16,10 @@ from lowbit_lab.bench.memory_run import Meter, measure, policy_of
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> MemoryBenchmark:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(str(i * i) for i in range(2000)))
+def settings(text: str) -> MemoryBenchmark:
     return MemoryBenchmark(
         methods=("bf16",), sequences=(64,), steps=2, model=ModelConfig(dim=32, layers=1, heads=2, vocab=256),
-        text=(str(text),), max_bytes=8000, threads=1,
+        text=(text,), max_bytes=8000, threads=1,
     )  # fmt: skip
 
 

@@ -1,12 +1,9 @@
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit import kernels
 from lowbit.activations import LayerAware
 from lowbit.codecs import AQSGD, BlockFloat8, Cast, parse
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
@@ -21,21 +18,14 @@ FP32 = Cast()
 CHECKSUM_BITS = 8 * CHECKSUM_BYTES / (2 * 16 * 32)  # an element, in messages of (2, 16, 32)
 INT2, INT6 = "GroupInt(bits=2, group=64)", "GroupInt(bits=6, group=32, symmetric=True)"
 CODED = f"{INT2} / {INT6}"
-
-
-@pytest.fixture(autouse=True)
-def _without_compilation() -> Iterator[None]:
-    with kernels.backend("reference"):
-        yield
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> TrainingRecipe:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(str(i * i) for i in range(800)))
+def recipe(text: str) -> TrainingRecipe:
     return TrainingRecipe(
         model=ModelConfig(dim=32, layers=4, heads=2),
-        data=DataConfig(text=(str(text),), sequence=16, batch=2, held_out_share=0.2),
+        data=DataConfig(text=(text,), sequence=16, batch=2, held_out_share=0.2),
         optimizer=OptimizerConfig(lr_warmup_steps=2),
         steps=4,
         warmup_steps=2,
@@ -44,14 +34,14 @@ def recipe(tmp_path: Path) -> TrainingRecipe:
     )
 
 
-@pytest.mark.parametrize("name", ["gradients:fp8", "activations:norm-8", "activations:uniform"])
-def test_gradients_and_activations_in_few_bits_train_too(recipe: TrainingRecipe, name: str):
+def test_gradients_and_activations_in_few_bits_train_too(recipe: TrainingRecipe):
     _, plain = train(recipe, seed=0)
-    model, found = train(recipe, name, seed=0)
-    assert found["curve"][0] == pytest.approx(plain["curve"][0], rel=1e-6), "forward is exact"
-    assert found["loss"] != plain["loss"]
-    assert found["loss"] == pytest.approx(plain["loss"], abs=0.05)
-    assert not any("forward" in vars(module) for module in model.modules())
+    for name in ("gradients:fp8", "activations:norm-8", "activations:uniform"):
+        model, found = train(recipe, name, seed=0)
+        assert found["curve"][0] == pytest.approx(plain["curve"][0], rel=1e-6), f"{name}: forward is exact"
+        assert found["loss"] != plain["loss"], name
+        assert found["loss"] == pytest.approx(plain["loss"], abs=0.05), name
+        assert not any("forward" in vars(module) for module in model.modules()), name
 
 
 def test_agoq_is_its_activations_with_all_in_8_bits(recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch):
@@ -80,15 +70,11 @@ def test_runs_differ_by_the_codec_alone_and_only_after_warm_up(recipe: TrainingR
     assert coded[2:] != plain[2:]
     assert first_losses(recipe, CODED) == coded
     assert first_losses(recipe, "fp32", seed=1)[0] != plain[0]
-
-
-def test_training_lowers_the_loss_and_the_gradient_codec_matters(recipe: TrainingRecipe):
     recipe = dataclasses.replace(recipe, steps=20, warmup_steps=0)
-    losses = first_losses(recipe, "fp32")
-    assert losses[-1] < losses[0] - 0.5
-    coded = first_losses(recipe, f"Cast() / {INT2}")
+    losses, coded = first_losses(recipe, "fp32"), first_losses(recipe, f"Cast() / {INT2}")
+    assert losses[-1] < losses[0] - 0.5, "training lowers the loss"
     assert coded[0] == losses[0]
-    assert coded[1:] != losses[1:]
+    assert coded[1:] != losses[1:], "the codec of gradients matters"
 
 
 def test_optimizer_and_precision_are_the_recipes(recipe: TrainingRecipe):

@@ -51,7 +51,7 @@ def _echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
 
 
-def test_failures_name_the_rank_and_nobody_stays():
+def test_failures_name_the_rank_or_the_last_words_and_nobody_stays():
     with Workers("lowbit_lab.bench.runs", 2, grouped=True) as ranks:
         pids = [process.pid for process in ranks._processes]
         os.kill(pids[1], signal.SIGKILL)  # the other one waits for it, and would do so for long
@@ -60,6 +60,9 @@ def test_failures_name_the_rank_and_nobody_stays():
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    said = "process 0 failed: exit status 1, .*No module named lowbit.no_such_module"
+    with pytest.raises(ChildProcessError, match=said), Workers("lowbit.no_such_module") as workers:
+        workers.ask("anything")
 
 
 @pytest.mark.usefixtures("_echo")
@@ -72,12 +75,6 @@ def test_orders_are_shared_and_progress_is_told():
         assert workers.ask("say", what="d") == ["d", "d"]
         with pytest.raises(ChildProcessError, match="process [01] failed: ValueError: no"):
             list(workers.share("fail", [{"what": "no"}], print))
-
-
-def test_a_program_that_fails_is_reported_with_its_last_words():
-    said = "process 0 failed: exit status 1, .*No module named lowbit.no_such_module"
-    with pytest.raises(ChildProcessError, match=said), Workers("lowbit.no_such_module") as workers:
-        workers.ask("anything")
 
 
 @pytest.mark.slow

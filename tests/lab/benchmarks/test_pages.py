@@ -92,16 +92,6 @@ def test_messages_follow_one_another_and_late_receives_let_the_link_rest(
     assert step.seconds() == seconds
 
 
-@pytest.mark.parametrize(("ahead", "crossings"), [(True, 2), (False, 14)])
-def test_distance_costs_two_crossings_or_a_round_trip_for_each_message(ahead: bool, crossings: int):
-    near, far = (
-        TwoStageStep(forward=1, backward=2, activations=5, gradients=5, micro_batches=4, ahead=ahead, one_way=one_way)
-        for one_way in (0, 0.1)
-    )
-    # Of 8 messages posted late, the first each way is posted long before it is ready.
-    assert far.seconds() - near.seconds() == pytest.approx(0.1 * crossings)
-
-
 def test_the_page_of_pipelines_shows_what_the_rules_give():
     """Next to measured seconds; see docs/results/distance.md."""
     page = (concepts.PAGES / "pipelines-and-links.md").read_text()

@@ -65,17 +65,6 @@ def test_of_a_masked_language_model_the_encoder_is_compared(tmp_path: Path):
         loading.load_model(str(folder), "float32", torch.device("cpu"))
 
 
-def test_a_calibration_of_an_encoder_reads_whole_sequences(encoder: Path, tmp_path: Path):
-    output = tmp_path / "encoder.safetensors"
-    text = (str(encoder / "text.txt"),)
-    settings = CalibrationConfig(model=str(encoder), text=text, length=32, sequences=4, output=str(output))
-    rows = run(CALIBRATE, settings).rows
-    assert len(rows) == 4
-    assert output.exists()
-    sequences, _ = read_text(settings, encoder=True)
-    assert all(drawn[0] == 2 and drawn[-1] == 3 for drawn in sequences.draw(4, 0))
-
-
 def test_a_vector_is_the_mean_over_the_tokens_of_a_sentence(encoder: Path):
     model = loading.load_model(str(encoder), "float32", torch.device("cpu"))
     tokenizer = load_tokenizer(str(encoder), key="tokenizer").hugging_face()
@@ -114,8 +103,13 @@ def test_generation_is_compared_token_by_token(tmp_path: Path):
     assert same == pytest.approx({"same_tokens": 5 / 6, "tokens_before": 2, "same_texts": 0.5})
 
 
-def test_real_ranks_find_the_neighbours_of_emulated_ones(encoder: Path, ranks: Ranks):
-    run(CALIBRATE, CalibrationConfig(model=str(encoder), text=(str(encoder / "text.txt"),), length=32, sequences=4))
+def test_a_calibration_reads_whole_sequences_and_real_ranks_find_the_neighbours_of_emulated_ones(
+    encoder: Path, ranks: Ranks
+):
+    settings = CalibrationConfig(model=str(encoder), text=(str(encoder / "text.txt"),), length=32, sequences=4)
+    assert len(run(CALIBRATE, settings).rows) == 4
+    sequences, _ = read_text(settings, encoder=True)
+    assert all(drawn[0] == 2 and drawn[-1] == 3 for drawn in sequences.draw(4, 0))
     emulated = run(EVALUATE, config(encoder, tps=(2,), low_bit=True, sentences=30, calibration_text=())).rows
     for real in ranks.run(on_a_rank, str(encoder), ranks=2, timeout=120):
         assert real == [row["rank_correlation"] for row in emulated]

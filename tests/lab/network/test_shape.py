@@ -282,17 +282,14 @@ def test_a_missing_program_and_a_refused_namespace_say_so(tmp_path: Path, monkey
             pass
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], "usage: probe.py receive|send ADDRESS PORT SETTLE SECONDS, or echo|ping ADDRESS PORT"),
-        (["ping", "127.0.0.1"], "usage: "),
+def test_a_probe_says_in_one_line_what_is_wrong() -> None:
+    usage = "usage: probe.py receive|send ADDRESS PORT SETTLE SECONDS, or echo|ping ADDRESS PORT"
+    for words, expected in (
+        ([], usage),
+        (["ping", "127.0.0.1"], usage),
         (["echo", "198.18.0.1", "5201"], "error: echo 198.18.0.1:5201: "),
-    ],
-)
-def test_a_probe_says_in_one_line_what_is_wrong(words: list[str], expected: str) -> None:
-    argv = [sys.executable, "-m", "lowbit_lab.network.probe", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(expected)
-    assert done.stderr.count("\n") == 1
+    ):
+        argv = [sys.executable, "-m", "lowbit_lab.network.probe", *words]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert done.stderr.startswith(expected)
