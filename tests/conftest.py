@@ -14,13 +14,8 @@ from tests.processes import Ranks
 
 TESTS = Path(__file__).parent
 LONG = [
-    *(
-        "lab/bench/test_demo.py",
-        "lab/bench/test_convergence.py",
-        "test_docs.py",
-        "test_examples.py",
-        "train/test_launch.py",
-    ),
+    *("lab/bench/test_demo.py", "lab/bench/test_convergence.py", "test_docs.py", "test_examples.py"),
+    *("train/test_launch.py", "doctor/test_network.py"),
     *("plan/test_held.py", "fuzz/test_fuzz.py", "lab/bench/test_gradients.py", "lab/bench/test_pipeline.py"),
     *("lab/network/test_distance.py", "kernels/test_jit.py", "train/test_loop.py", "train/test_progress.py"),
     *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "job/test_peers.py"),

@@ -78,11 +78,10 @@ class Block:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    for found in FENCE.finditer(text):
-        indent, info = found["indent"], found["info"].split() or [""]
-        body = "".join(line.removeprefix(indent) for line in found["body"].splitlines(keepends=True))
-        line = text.count("\n", 0, found.start("body")) + 1
-        yield Block(info[0], tuple(info[1:]), body, line)
+    for token in MarkdownIt().parse(text):
+        if token.type == "fence" and token.map:
+            language, *words = token.info.split() or [""]
+            yield Block(language, tuple(words), token.content, token.map[0] + 2)
 
 
 def joined(parts: list[Block]) -> str:
@@ -183,33 +182,25 @@ def test_scripts_for_several_ranks_run(page: Path, block: Block, tmp_path: Path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_exist_with_their_options(page: Path):
-    for words in commands(page.read_text()):
+def test_commands_options_and_links_exist_and_every_block_is_read(page: Path):
+    text = page.read_text()
+    for words in commands(text):
         check_command(words)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path):
-    for target, anchor in LINK.findall(_without_code(page.read_text())):
+    for target, anchor in LINK.findall(_without_code(text)):
         file = page.parent / target if target else page
         assert file.exists(), target
         # The names of the API reference become anchors when the site is built: tests/test_site.py.
         if anchor and file.suffix == ".md" and file.parent.name != "api":
             assert anchor in anchors(file.read_text()), f"{target}#{anchor}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_block_is_of_a_kind_that_is_checked_and_can_be_read(page: Path):
-    check_blocks(page.read_text(), recipes=page.name == "data-parallel.md" or page.parent.name == "engines")
+    check_blocks(text, recipes=page.name == "data-parallel.md" or page.parent.name == "engines")
 
 
 def check_blocks(text: str, *, recipes: bool = False) -> None:
-    """Assert that each block, found as a Markdown parser finds it, is one that a test reads."""
-    parsed = [token for token in MarkdownIt().parse(text) if token.type in ("fence", "code_block")]
-    assert [token.type for token in parsed if token.type == "code_block"] == [], "an indented block has no language"
-    found = list(blocks(text))
-    assert [block.line - 1 for block in found] == [token.map[0] + 1 for token in parsed if token.map]
-    for block in found:
+    """Assert that each block is of a kind that a test reads."""
+    kinds = {token.type for token in MarkdownIt().parse(text)}
+    assert "code_block" not in kinds, "an indented block has no language"
+    assert len(FENCE.findall(text)) == len(list(blocks(text))), "a block is in what Markdown takes for a text"
+    for block in blocks(text):
         assert block.language in KINDS, f"line {block.line}: {block.language!r}; allowed: {', '.join(KINDS)}"
         assert not block.words or block.ranks or (block.language == "py" and recipes), (
             f"line {block.line}: {block.words}"

@@ -39,7 +39,7 @@ def test_no_page_is_left_over_and_every_package_with_public_names_has_one():
     assert {f"api/{name}.md" for name in named} == {name for name in MADE if name.startswith("api/")}
 
 
-def test_every_command_has_a_section_with_its_options():
+def test_every_command_has_a_section_with_its_options_and_every_key_of_a_configuration_is_explained():
     page = MADE["cli.md"]
     for name, command in commands(COMMANDS):
         section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
@@ -49,9 +49,6 @@ def test_every_command_has_a_section_with_its_options():
         for action in command.parser(name)._actions:
             for option in action.option_strings or [action.dest]:
                 assert option in HELP or f"`{option}`" in section or f"`{option.upper()}`" in section, option
-
-
-def test_every_key_of_a_configuration_is_explained():
     page = MADE["configuration.md"]
     for section in settings_of(TrainConfig).values():
         rows = page.partition(f"\n## {section.name}\n")[2].partition("\n## ")[0]

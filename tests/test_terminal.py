@@ -71,10 +71,8 @@ def run_of(name: str) -> str:
 ESCAPED = json.dumps(EVIL)  # as JSON and TOML hold it
 SOURCES: dict[str, Callable[[], list[str]]] = {
     "a command": lambda: [EVIL],
-    "a benchmark": lambda: ["bench", EVIL],
     "an option": lambda: ["train", f"--{EVIL}"],
     "an option's value": lambda: ["train", "--run.steps", EVIL],
-    "an argument": lambda: ["train", "a.toml", EVIL],
     "a key of TOML": lambda: ["train", toml(f"[run]\n{ESCAPED} = 1")],
     "a section of TOML": lambda: ["train", toml(f"[{ESCAPED}]\nx = 1")],
     "a value of TOML": lambda: ["train", toml(f"[pipeline]\nforward = {ESCAPED}")],
@@ -82,7 +80,6 @@ SOURCES: dict[str, Callable[[], list[str]]] = {
     "a name of TOML": lambda: ["train", NAME],
     "a text's name": lambda: ["train", "--data.text", NAME],
     "an empty text": lambda: ["train", "--data.text", write(NAME, "")],
-    "a short text": lambda: ["train", "--data.text", write(NAME, "ab")],
     "fields of JSONL": lambda: jsonl(**{EVIL: 1, "prompt": "x"}),
     "a role of JSONL": lambda: jsonl(prompt="x", completion=[EVIL]),
     "damaged JSONL": lambda: ["train", "--data.format", "jsonl", "--data.text", write(NAME, f"{EVIL}\n")],
@@ -97,13 +94,10 @@ SOURCES: dict[str, Callable[[], list[str]]] = {
     "a model to evaluate": lambda: ["evaluate", model(NAME, model_type=EVIL)],
     "a calibration": lambda: ["evaluate", model(model_type="llama"), "--calibration", NAME],
     "activations": lambda: ["bench", "codecs", "--data", "real", "--activations", NAME],
-    "a codec": lambda: ["train", "--pipeline.forward", EVIL],
     "a link": lambda: ["bench", "pipeline", "--link", EVIL],
     "a file of results": lambda: ["bench", "codecs", "--json", f"{write(NAME, '')}/x"],
     "a picture": lambda: ["bench", "codecs", "--png", NAME],
     "files in the way": holder,
-    "a target of LoRA": lambda: ["train", "--lora.rank", "4", "--lora.targets", EVIL],
-    "a key that may change": lambda: ["train", "--dry-run", "--run.resume", "auto", "--run.allow_change", EVIL],
     "the run that is printed": lambda: ["train", "--dry-run", "--run.output", NAME.replace("\udcff", "")],
     "its settings": lambda: ["config", "--run.output", EVIL],
     "hosts of a cluster": lambda: [

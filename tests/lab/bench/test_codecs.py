@@ -28,7 +28,7 @@ def report():
         return run(COMMAND, settings)
 
 
-def test_there_is_a_row_for_everything_with_bits_and_errors_of_the_codec(report):
+def test_there_is_a_row_for_everything_with_bits_errors_and_speeds_of_the_codec(report, tmp_path: Path):
     found = [(r["data"], r["dtype"], r["codec"], r["threads"]) for r in report.rows]
     assert found == list(itertools.product(("student-t", "real"), ("float32", "bfloat16"), NAMES, (1,)))
     assert report.command == "bench codecs"
@@ -49,9 +49,7 @@ def test_there_is_a_row_for_everything_with_bits_and_errors_of_the_codec(report)
     assert row["bits_per_element"] == 8 * codec.nbytes(x.shape) / x.numel()
     real = next(r for r in report.rows if r["data"] == "real")
     assert real["relative_error"] != report.rows[0]["relative_error"]
-
-
-def test_speeds_stand_beside_a_copy_and_eager_pytorch_and_are_shown(report, tmp_path: Path):
+    # Speeds stand beside a copy and eager PyTorch.
     for row in report.rows:
         fields = ("encode_gb_s", "decode_gb_s", "copy_gb_s", "encode_share_of_copy", "checksum_gb_s", "checksum_share")
         assert all(field in row for field in fields)

@@ -34,7 +34,7 @@ def rows_of(report: Report, rate: float | None = None) -> dict[str, Any]:
     return {row["format"]: row for row in report.rows if row["link_mbit"] == rate}
 
 
-def test_rows_have_the_agreed_fields_and_are_shown(report: Report, tmp_path: Path):
+def test_rows_have_the_agreed_fields_and_bits_and_errors_of_the_formats(report: Report, tmp_path: Path):
     agreed = "format link_mbit ranks numel ms speedup_fp32 speedup_bf16 bits_per_element relative_error"
     for row in report.rows:
         assert row.keys() >= set(agreed.split())
@@ -44,10 +44,6 @@ def test_rows_have_the_agreed_fields_and_are_shown(report: Report, tmp_path: Pat
         assert row["speedup_fp32"] == rows["engine-fp32"]["ms"] / row["ms"]
         assert row["speedup_bf16"] == rows["engine-bf16"]["ms"] / row["ms"]
     assert "Data-parallel training" in shown(COMMAND, report.rows, tmp_path)
-
-
-def test_bits_and_errors_are_those_of_the_formats(report: Report):
-    rows = rows_of(report)
     for row in rows_of(report, None if NO_DISTANCE else SLOW).values():
         assert row["bits_per_element"] <= row["wire_bits"] < 1.25 * row["bits_per_element"] + 0.5
     error = {name: row["relative_error"] for name, row in rows.items()}

@@ -99,7 +99,9 @@ def test_agoq_is_all_of_its_parts_whatever_the_bits():
     assert policy_of(0, "low-bit") == LayerAware()
 
 
-def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
+def test_what_can_not_be_measured_is_said_first_or_left_out_of_all_methods(
+    settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     with pytest.raises(ValueError, match="where there is no file"):
         run(COMMAND, dataclasses.replace(settings, text=("missing.txt",)))
     if not torch.cuda.is_available():
@@ -109,18 +111,9 @@ def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monke
     with pytest.raises(ModuleNotFoundError) as raised:
         run(COMMAND, dataclasses.replace(settings, methods=("low-bit+8bit",)))
     assert raised.value.name == "torchao"
-
-
-def test_of_all_methods_those_are_measured_that_are_there(
-    settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(
-        memory, "_measured", lambda settings, method, sequence: {"method": method, "sequence": sequence}
-    )
+    monkeypatch.setattr(memory, "_measured", lambda _, method, sequence: {"method": method, "sequence": sequence})
     every = list(memory.measure(dataclasses.replace(settings, methods=memory.METHODS, sequences=(64, 128)), []))
     left_out = ["low-bit+8bit", "bf16+8bit-optimizer", "agoq"]
     assert {row["method"] for row in every[-1]} == set(memory.METHODS) - set(left_out)
-    assert caplog.messages == [
-        f'{method} is left out: torchao is missing; install it with: pip install "lowbit[8bit]"' for method in left_out
-    ]
+    missing = 'is left out: torchao is missing; install it with: pip install "lowbit[8bit]"'
+    assert caplog.messages == [f"{method} {missing}" for method in left_out]

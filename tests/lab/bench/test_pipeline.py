@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 import random
 import statistics
@@ -55,7 +56,7 @@ def by_boundary(report: Report, rate: float | None = None) -> dict[str, Any]:
     return {row["boundary"]: row for row in report.rows if row["link_mbit"] == rate}
 
 
-def test_every_boundary_travels_in_its_bits(report: Report):
+def test_every_boundary_travels_in_its_bits_and_is_shown(report: Report, tmp_path: Path):
     rows = by_boundary(report)
     assert list(rows) == list(TINY.boundaries)
     more = 8 * CHECKSUM_BYTES / math.prod(MESSAGE)
@@ -70,19 +71,9 @@ def test_every_boundary_travels_in_its_bits(report: Report):
         assert rows[TRANSFORM][f"bits_{way}"] == codec.bits_per_element(MESSAGE) + more
     assert rows["stock-fp32"]["forward"] is None
     assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
-
-
-def test_the_number_of_connections_changes_nothing_but_the_speed():
-    rows = run(
-        COMMAND, dataclasses.replace(TINY, boundaries=("stock-fp32", "fp32", TRANSFORM), connections=(1, 3))
-    ).rows
-    assert [(row["boundary"], row["connections"]) for row in rows] == [
-        ("stock-fp32", 1), ("fp32", 1), ("fp32", 3), (TRANSFORM, 1), (TRANSFORM, 3),
-    ]  # fmt: skip
-    for one, more in ((rows[1], rows[2]), (rows[3], rows[4])):
-        assert (one["loss"], one["bits_forward"], one["bits_backward"]) == (
-            more["loss"], more["bits_forward"], more["bits_backward"],
-        )  # fmt: skip
+    assert "tah-quant" in shown(COMMAND, report.rows, tmp_path)
+    several = [{**row, "split": f"{row['split']}{i % 2}"} for i, row in enumerate(report.rows)]
+    assert "over best" in shown(COMMAND, several, tmp_path, width=120)
 
 
 def test_losses_and_memory_are_those_of_the_formats_and_ratios_follow_from_the_speeds(report: Report):
@@ -117,12 +108,6 @@ def test_a_slow_link_holds_up_full_precision(report: Report):
     assert rows["tah-quant"]["bytes_per_step"] < rows["fp32"]["bytes_per_step"] / 4
 
 
-def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
-    assert "tah-quant" in shown(COMMAND, report.rows, tmp_path)
-    several = [{**row, "split": f"{row['split']}{i % 2}"} for i, row in enumerate(report.rows)]
-    assert "over best" in shown(COMMAND, several, tmp_path, width=120)
-
-
 def test_no_link_or_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda distance=False: "No TUN." if distance else None))
     with pytest.raises(LinkUnavailable, match="No TUN. `--link 100mbit` measures without a dist"):
@@ -134,18 +119,21 @@ def test_no_link_or_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyP
     assert set_link(None, Link(None)) == about
 
 
-def test_stages_that_wait_send_what_the_model_would():
-    compute = Duration.parse("20ms")
-    few = dataclasses.replace(TINY, boundaries=("stock-fp32", "fp32", "transform"), rounds=1, compute=compute)
-    rows = {row["boundary"]: row for row in run(COMMAND, few).rows}
+def test_stages_that_wait_send_what_the_model_would_over_any_number_of_connections():
+    compute, boundaries = Duration.parse("20ms"), ("stock-fp32", "fp32", "transform")
+    few = dataclasses.replace(TINY, boundaries=boundaries, rounds=1, compute=compute, connections=(1, 3))
+    rows = {(row["boundary"], row["connections"]): row for row in run(COMMAND, few).rows}
+    assert list(rows) == [("stock-fp32", 1), ("fp32", 1), ("fp32", 3), ("transform", 1), ("transform", 3)]
     passes = few.pipeline.stages_per_rank * few.pipeline.microbatches
     for row in rows.values():
         assert row["compute_seconds"] >= passes * 3 * compute.seconds
         assert row["loss"] is None
-    assert rows["transform"]["bits_forward"] == pytest.approx(TransformQuant().bits_per_element(MESSAGE), abs=0.1)
-    assert rows["stock-fp32"]["bytes_per_step"] >= BYTES_FP32
-    assert rows["transform"]["codec_mbit"] > 0
-    assert rows["stock-fp32"]["codec_mbit"] is None
+    for name, field in itertools.product(boundaries[1:], ("bits_forward", "bits_backward")):
+        assert rows[name, 1][field] == rows[name, 3][field]
+    assert rows["transform", 1]["bits_forward"] == pytest.approx(TransformQuant().bits_per_element(MESSAGE), abs=0.1)
+    assert rows["stock-fp32", 1]["bytes_per_step"] >= BYTES_FP32
+    assert rows["transform", 1]["codec_mbit"] > 0
+    assert rows["stock-fp32", 1]["codec_mbit"] is None
 
 
 def test_recorded_gradients_are_those_of_a_whole_batch():

@@ -44,10 +44,18 @@ def test_gradients_and_activations_in_few_bits_train_too(recipe: TrainingRecipe)
         assert not any("forward" in vars(module) for module in model.modules()), name
 
 
-def test_agoq_is_its_activations_with_all_in_8_bits(recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch):
+def test_formats_have_names_and_agoq_is_its_activations_with_all_in_8_bits(
+    recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch
+):
     made = []
     monkeypatch.setattr(training, "eight_bit_adamw", lambda *a, compiled: made.append(compiled) or make_optimizer(*a))
     published = LayerAware.published()
+    assert formats_in("gradients:fp8", "int6") == Formats(gradients=BlockFloat8())
+    assert formats_in("activations:norm-8", "int8") == Formats(activations=training.POLICIES["norm-8"])
+    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
+        formats_in("activations:4")
+    with pytest.raises(ValueError, match="keeps state between messages"):
+        formats_in("gradients:aq-sgd")
     assert formats_in("activations:agoq") == Formats(activations=published)
     assert formats_in("agoq") == formats_in("activations:agoq+8bit") == (FP32, FP32, BlockFloat8(), published, True)
     losses = {
@@ -149,6 +157,8 @@ def test_everything_that_is_rounded_is_rounded():
         )
         total += codec.round_trip(codec.round_trip(one) + other)
     replicas = Replicas(model, codec)
+    with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):
+        replicas.backward(loss, x[:3], y[:3])
     replicas.backward(loss, x, y)
     assert torch.equal(replicas.storage.gradient(model.weight), codec.round_trip(total) / 4)
     before = model.weight.detach().clone()
@@ -160,17 +170,6 @@ def test_everything_that_is_rounded_is_rounded():
     before = model.weight.detach().clone()
     replicas.step(torch.optim.SGD(model.parameters(), lr=1.0), clip=1e-3)
     assert (before - model.weight.detach()).norm() == pytest.approx(1e-3, rel=1e-2)
-
-
-def test_formats_by_name():
-    assert formats_in("gradients:fp8", "int6") == Formats(gradients=BlockFloat8())
-    assert formats_in("activations:norm-8", "int8") == Formats(activations=training.POLICIES["norm-8"])
-    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
-        formats_in("activations:4")
-    with pytest.raises(ValueError, match="keeps state between messages"):
-        formats_in("gradients:aq-sgd")
-    with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):
-        Replicas(nn.Linear(2, 2), Cast()).backward(mean_square(nn.Linear(2, 2)), torch.zeros(3, 2), torch.zeros(3, 2))
 
 
 def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: TrainingRecipe):

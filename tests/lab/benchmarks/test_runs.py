@@ -34,14 +34,7 @@ def racer_of(boundary: str, curve: list[tuple[float, float]]) -> Racer:
     return racer
 
 
-def test_seconds_between_evaluations_by_a_straight_line():
-    curve = [(0.0, 2.0), (10.0, 1.0), (11.0, 1.1), (13.0, 0.7)]
-    found = [seconds_until(curve, target) for target in (2.0, 1.5, 1.0, 0.9)]
-    assert found == pytest.approx([0, 5, 10, 12])
-    assert seconds_until(curve, 0.5) is None
-
-
-def test_the_target_is_what_all_have_reached():
+def test_the_target_is_what_all_have_reached_by_straight_lines_between_evaluations():
     racers = [
         racer_of("fp32", [(0, 2.0), (40, 1.0), (80, 0.9)]),
         racer_of("tah-quant", [(0, 2.0), (10, 1.2), (20, 1.0)]),
@@ -54,6 +47,9 @@ def test_the_target_is_what_all_have_reached():
     assert rows["fp32"]["megabytes"] == 1
     assert rows["tah-quant"]["speedup_aq_sgd"] == 1.75
     assert rows["tah-quant"]["speedup_fp32"] == 2.0
+    curve = [(0.0, 2.0), (10.0, 1.0), (11.0, 1.1), (13.0, 0.7)]
+    assert [seconds_until(curve, target) for target in (2.0, 1.5, 1.0, 0.9)] == pytest.approx([0, 5, 10, 12])
+    assert seconds_until(curve, 0.5) is None
 
 
 @pytest.mark.slow

@@ -16,12 +16,13 @@ from lowbit_lab.evaluate.loading import read_text
 from lowbit_lab.evaluate.score import agreement, embed, same_tokens
 from tests.command_line import invoke
 from tests.lab.evaluate.models import write_checkpoint, write_encoder
+from tests.lab.evaluate.test_run import evaluation_config
 from tests.processes import Ranks
 
 
 def config(folder: Path, **more: Any) -> EvaluationConfig:
-    given = {"model": str(folder), "text": (str(folder / "text.txt"),), "small": 0, "length": 32, "threads": 1}
-    return EvaluationConfig(**{**given, "calibration_text": given["text"], "tps": (1, 2), **more})
+    text = (str(folder / "text.txt"),)
+    return evaluation_config(folder, **{"calibration_text": text, "tps": (1, 2), **more})
 
 
 def test_an_encoder_keeps_its_neighbours(encoder: Path):
@@ -93,9 +94,7 @@ def test_agreement_is_counted_by_hand():
 
 def test_generation_is_compared_token_by_token(tmp_path: Path):
     folder = write_checkpoint(tmp_path)
-    text = (str(folder / "text.txt"),)
-    given: dict[str, Any] = {"model": str(folder), "text": text, "calibration_text": text, "small": 0, "length": 32}
-    settings = EvaluationConfig(**given, tps=(1, 2), formats=("int8",), sequences=4, generate=5, threads=1)
+    settings = config(folder, formats=("int8",), sequences=4, generate=5)
     first, *others = run(EVALUATE, settings).rows
     assert (first["same_tokens"], first["tokens_before"], first["same_texts"]) == (1, 5, 1)
     assert all(0 <= row["tokens_before"] <= 5 for row in others)

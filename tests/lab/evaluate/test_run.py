@@ -18,6 +18,7 @@ from tests.lab.evaluate.questions import BOOLQ, WINOGRANDE
 from tests.processes import Ranks
 
 SHORT: dict[str, Any] = {"length": 32, "threads": 1}
+FORMATS = ("feature-int4", "feature-int4-static", "int8")
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,12 @@ def test_values_that_were_not_coded_count_with_their_dtype(folder: Path, calibra
     assert [row["bits_per_value"] for row in rows] == pytest.approx(
         [coded * bits + (1 - coded) * own for bits in (16, 4.5)]
     )
-    row = run(EVALUATE, dataclasses.replace(settings, formats=("feature-int4",), small=None)).rows[1]
+    (folder / "winogrande.jsonl").write_text("\n".join(map(json.dumps, WINOGRANDE)))
+    tasks = (f"winogrande={folder / 'winogrande.jsonl'}",)
+    exact, row = run(EVALUATE, dataclasses.replace(settings, formats=("feature-int4",), small=None, tasks=tasks)).rows
     assert (row["coded"], row["bits_per_value"], row["algorithm"]) == (0, own, None)
     assert row["kept"] is None
+    assert (row["score_kept"], row["scores_kept"], row["scores"]) == ({}, None, exact["scores"])
 
 
 def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
@@ -135,7 +139,7 @@ def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
 
 def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
     (folder / "winogrande.jsonl").write_text("\n".join(map(json.dumps, WINOGRANDE)))
-    settings = compared_config(folder, tps=(2,))
+    settings = evaluation_config(folder, tps=(2,), formats=FORMATS, tasks=(f"winogrande={folder}/winogrande.jsonl",))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -153,20 +157,13 @@ def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated:
     assert "No such file" in real[0][2]
 
 
-def compared_config(folder: Path, **more: Any) -> EvaluationConfig:
-    """All formats, on the text and on questions."""
-    tasks = (f"winogrande={folder / 'winogrande.jsonl'}",)
-    formats = ("feature-int4", "feature-int4-static", "int8")
-    return evaluation_config(folder, formats=formats, tasks=tasks, **more)
-
-
 def on_a_rank(folder: str) -> tuple[Any, str, str]:
     """Rows of the evaluation, the fingerprint of a calibration made on real ranks, and the error for a missing one."""
     path = Path(folder)
     file = path / ("nowhere" if torch.distributed.get_rank() else "calibration-tp2.safetensors")
     with pytest.raises(AgreementError) as missing:
         run(EVALUATE, evaluation_config(path, calibrations=(str(file),)))
-    rows = run(EVALUATE, compared_config(path)).rows
+    rows = run(EVALUATE, evaluation_config(path, formats=FORMATS, tasks=(f"winogrande={path}/winogrande.jsonl",))).rows
     settings = calibration_config(path, output=str(path / "real.safetensors"))
     run(CALIBRATE, settings)
     torch.distributed.barrier()

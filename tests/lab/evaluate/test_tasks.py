@@ -169,15 +169,6 @@ def test_the_command_scores_files_with_and_without_low_bit_sums(folder: Path, tm
     assert "mean" in done.stdout
 
 
-def test_nothing_coded_keeps_no_share(folder: Path, tmp_path: Path):
-    task = f"boolq={write(tmp_path, 'boolq', BOOLQ)}"
-    rows = run(EVALUATE, evaluation_config(folder, tps=(2,), formats=("int8",), tasks=(task,), small=10**6)).rows
-    assert rows[1]["coded"] == 0
-    assert rows[1]["score_kept"] == {}
-    assert rows[1]["scores_kept"] is None
-    assert rows[1]["scores"] == rows[0]["scores"]
-
-
 def changed(record: dict[str, Any], **fields: Any) -> Records:
     """The record with other fields; without those that are None."""
     return [{key: value for key, value in {**record, **fields}.items() if value is not None}]

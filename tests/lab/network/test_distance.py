@@ -210,23 +210,21 @@ def test_the_next_link_ends_the_changes_of_the_one_before() -> None:
 
 @needs_distance
 def test_a_change_that_fails_is_raised(caplog: pytest.LogCaptureFixture) -> None:
-    def wait_for_the_error(link: SlowLink) -> None:
-        link._distance._process.kill()
-        link._later.join(10)
-
     changes = ((0.3, Link(10.0, rtt_ms=4)),)
-    with pytest.raises(LinkUnavailable, match="the link did not change as it should: no link with a distance"):  # noqa: SIM117
-        with SlowLink(rtt_ms=4, changes=changes) as link:
-            wait_for_the_error(link)
+    link = SlowLink(rtt_ms=4, changes=changes)
+
+    def fail() -> None:
+        with link:
+            link._distance._process.kill()
+            link._later.join(10)
+            for call in (lambda: link.popen(0, ["true"]), lambda: link.set_rate(1)):
+                with pytest.raises(LinkUnavailable, match="did not change"):
+                    call()
+
+    with pytest.raises(LinkUnavailable, match="the link did not change as it should: no link with a distance"):
+        fail()
     assert "the link did not change as it should" in caplog.text
     assert not link._namespaces
-    with SlowLink(rtt_ms=4, changes=changes) as link:
-        wait_for_the_error(link)
-        with pytest.raises(LinkUnavailable, match="did not change"):
-            link.popen(0, ["true"])
-        with pytest.raises(LinkUnavailable, match="did not change"):
-            link.set_rate(1)
-        link._problem = None
 
 
 @needs_distance

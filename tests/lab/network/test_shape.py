@@ -153,8 +153,13 @@ def test_nothing_passes_a_cut_cable_and_all_of_it_afterwards(hosts: int, rtt_ms:
 
 @needs_link
 @pytest.mark.usefixtures("privilege")
-def test_a_fork_enters_a_host() -> None:
-    with SlowLink() as link:
+def test_hosts_see_their_own_network_only_and_a_fork_enters_one() -> None:
+    with SlowLink() as link, SlowLink() as other:
+        interfaces = output_of(link, 0, "ip", "-br", "link").splitlines()
+        assert sorted(line.split()[0].split("@")[0] for line in interfaces) == ["eth0", "lo"]
+        assert link.address(0) == other.address(0)  # the same address, and they do not collide
+        links = [os.readlink(f"/proc/{x._namespaces[0].pid}/ns/net") for x in (link, other)]
+        assert len({*links, os.readlink("/proc/self/ns/net")}) == 3
         expected = os.readlink(f"/proc/{link._namespaces[1].pid}/ns/net")
         read, write = os.pipe()
         child = os.fork()
@@ -187,16 +192,6 @@ def test_a_congestion_control_that_the_kernel_lacks_is_refused() -> None:
     with pytest.raises(LinkUnavailable, match=r"'vegas' is not available here; allowed: .*cubic.*modprobe tcp_vegas"):
         link.__enter__()
     assert not link._namespaces
-
-
-@needs_link
-def test_hosts_see_their_own_network_only() -> None:
-    with SlowLink() as link, SlowLink() as other:
-        interfaces = output_of(link, 0, "ip", "-br", "link").splitlines()
-        assert sorted(line.split()[0].split("@")[0] for line in interfaces) == ["eth0", "lo"]
-        assert link.address(0) == other.address(0)  # the same address, and they do not collide
-        links = [os.readlink(f"/proc/{x._namespaces[0].pid}/ns/net") for x in (link, other)]
-        assert len({*links, os.readlink("/proc/self/ns/net")}) == 3
 
 
 @needs_link
