@@ -93,7 +93,7 @@ def test_markdown_has_become_html():
     assert [(name, text) for name, page in PAGES.items() for text in page.paragraphs if left.search(text)] == []
 
 
-def test_every_page_of_the_documentation_is_on_the_site_and_in_the_navigation():
+def test_every_page_is_on_the_site_and_in_the_navigation():
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in ROOT.glob("docs/**/*.md")}
     at_root = {name for name in ("contributing", "changelog") if (ROOT / f"{name.upper()}.md").exists()}
     assert pages | {"index.html", *(f"{name}.html" for name in at_root)} == set(PAGES) - {"404.html"}
@@ -129,7 +129,7 @@ def leads_somewhere(link: str, name: str) -> bool:
     return not parts.fragment or page is None or unquote(parts.fragment) in page.anchors
 
 
-def test_the_site_names_no_address_of_the_project_but_those_of_pyproject():
+def test_addresses_of_the_project_are_those_of_pyproject():
     ours = [
         link
         for page in PAGES.values()
@@ -138,6 +138,10 @@ def test_the_site_names_no_address_of_the_project_but_those_of_pyproject():
     ]
     allowed = tuple(filter(None, ADDRESSES.values()))
     assert [link for link in ours if urlsplit(link).netloc and not link.startswith(allowed)] == []
+    metadata: dict[str, Any] = {}
+    CustomMetadataHook(str(ROOT), {}).update(metadata)
+    assert metadata["urls"] == {name.capitalize(): address for name, address in ADDRESSES.items() if address}
+    assert metadata["readme"]["text"] == description(README, ADDRESSES["repository"])
 
 
 def test_the_package_index_drops_nothing_of_the_readme():
@@ -159,10 +163,3 @@ def test_the_package_index_names_files_by_their_address_in_the_repository(reposi
     named = re.findall(rf"{REPOSITORY}/(?:blob|raw)/main/([^#\s]+)", "\n".join(addresses))
     assert bool(named) == bool(repository)
     assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-def test_the_package_states_the_addresses_of_the_project():
-    metadata: dict[str, Any] = {}
-    CustomMetadataHook(str(ROOT), {}).update(metadata)
-    assert metadata["urls"] == {name.capitalize(): address for name, address in ADDRESSES.items() if address}
-    assert metadata["readme"]["text"] == description(README, ADDRESSES["repository"])

@@ -191,7 +191,7 @@ def test_a_table_and_a_live_line_are_filtered_and_keep_their_own_colors():
         assert sequence not in text
 
 
-def test_settings_that_are_printed_can_be_read_back_and_a_page_holds_nothing_raw_either():
+def test_printed_settings_can_be_read_back_and_a_page_holds_nothing_raw():
     config = resolve(TrainConfig, None, [("run.output", f"a{EVIL}\x85\U000e0001")])
     assert raw(text := to_toml(config)) == []
     assert read_toml(Path(toml(text)))["run"]["output"] == config.run.output

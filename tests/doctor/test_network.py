@@ -225,12 +225,9 @@ def _refused(*_: object) -> bool:
     return False
 
 
-needs_distance = pytest.mark.skipif(NO_DISTANCE is not None, reason=f"no link with a distance here: {NO_DISTANCE}")
-
-
 @pytest.mark.lab
-@needs_distance
-def test_a_loss_of_a_thousandth(link: SlowLink, tmp_path: Path):
+@pytest.mark.skipif(NO_DISTANCE is not None, reason=f"no link with a distance here: {NO_DISTANCE}")
+def test_links_that_lose_packets_or_carry_less_one_way(link: SlowLink, tmp_path: Path):
     page = far(link, "100mbit/40ms/0.1%", tmp_path)
     assert page.startswith(f"{WELL} note ")
     assert "the link loses packets, and TCP slows down for each" in page
@@ -244,10 +241,6 @@ def test_a_loss_of_a_thousandth(link: SlowLink, tmp_path: Path):
     rates = (kept.mbit, kept.back_mbit)
     assert any(rate == pytest.approx(better, rel=0.05) for rate in rates), "what training will get"
 
-
-@pytest.mark.lab
-@needs_distance
-def test_links_without_findings_without_bbr_and_with_an_upload_limit(link: SlowLink, tmp_path: Path):
     assert far(link, "100mbit/10ms", tmp_path) == WELL
 
     page = far(link, "100mbit/10ms/1%", tmp_path, bbr=False)

@@ -138,9 +138,7 @@ def test_comparisons_are_with_the_row_that_is_alike():
     for way, expected in {"over": [1.0, 2.0], "under": [1.0, 0.5], "minus": [0.0, 2.0]}.items():
         assert [row["x"] for row in compare(rows, [replace(base, way=way)])] == [*expected, None]
     assert compare([{"format": "a", "link": 1}], [base])[0]["x"] is None
-
-
-def test_spread_is_the_interquartile_range_over_the_median():
+    # The spread is the interquartile range over the median.
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
     assert spread([1.0]) == 0
     assert summary([1.0, 3.0, 2.0], "ms") == {"ms": 2.0, "ms_low": 1.0, "ms_high": 3.0, "spread": 0.5, "rounds": 3}
@@ -164,14 +162,10 @@ def test_json_has_the_four_parts_and_is_read_back(tmp_path: Path):
     file.write_text('{"rows": []}')
     with pytest.raises(ValueError, match="does not hold a report"):
         Report.read_json(file)
-
-
-def test_machine_is_described_but_not_identified():
-    about = machine()
+    about = machine()  # is described, but not identified
     assert {"cpu", "cores", "torch", "python", "lowbit", "date"} <= set(about)
-    text = json.dumps(about)
     for secret in (socket.gethostname(), str(Path.cwd())):
-        assert secret not in text
+        assert secret not in json.dumps(about)
 
 
 def shown(table: Table, rows: list[Row], width: int = 60) -> str:

@@ -89,7 +89,7 @@ def test_a_run_is_told_in_short(
     assert next(verdict(SimpleNamespace(steps=[], summary={}, ranks={}))).text == ""  # pyright: ignore
 
 
-def test_a_step_is_drawn_each_kind_counts_for_itself_and_long_curves_are_averaged(tmp_path: Path):
+def test_a_step_is_drawn_and_long_curves_are_averaged(tmp_path: Path):
     text = _page(make_run(tmp_path / "run"))
     forward = next(t for f in _figures(text) for t in f["data"] if t["name"] == "compute" and "base" in t)
     assert forward["y"] == ["rank 0", "rank 0", "rank 1", "rank 1"]

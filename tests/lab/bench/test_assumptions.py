@@ -63,7 +63,7 @@ def gradient_of(model: torch.nn.Module) -> Tensor:
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-def test_bias_is_what_all_repeats_of_a_tensor_share_and_a_constant_error_is_told_from_noise():
+def test_bias_and_a_constant_error_are_told_from_noise():
     g = torch.Generator().manual_seed(0)
     x = torch.randn(4, 64, 64, generator=g)
     assert bias_of(GroupInt(bits=4), x, 8) == pytest.approx(1)
@@ -115,14 +115,6 @@ def test_messages_and_gradients_are_those_of_the_run():
     assert watch.meters["backward"][0].errors[-1] > 0.01
 
 
-def test_the_slope_is_that_of_a_power_law():
-    norms = [(10 * i, (i + 1) ** 0.5 - i**0.5) for i in range(20)]  # the mean of the first T is T ** -0.5
-    assert slope_of(running(norms, 10)) == pytest.approx(-0.5)
-    assert running(norms, 10)[0] == (10, 1.0)
-    assert slope_of([(1, 1.0), (2, 0.5)]) is None
-    assert slope_of([(1, 1.0), (2, 0.5), (3, -0.1)]) is None
-
-
 def test_a_run_gives_both_tables_and_a_file_is_gone_on_with(settings: AssumptionsBenchmark, tmp_path: Path):
     file = tmp_path / "a.json"
     run(COMMAND, dataclasses.replace(settings, boundaries=("fp32",)), file=file)
@@ -142,7 +134,7 @@ def test_a_run_gives_both_tables_and_a_file_is_gone_on_with(settings: Assumption
     assert "100%" in text
 
 
-def test_seeds_are_averaged_and_extremes_kept():
+def test_seeds_are_averaged_and_slopes_those_of_power_laws():
     rows = [
         {"boundary": "tah-quant", "seed": seed, "forward": "x", "backward": "y", "cosine": 0.8 + seed / 10,
          "cosine_lowest": 0.5 + seed / 10, "gradient_error_highest": 1.0 + seed, "bias_forward": None,
@@ -154,9 +146,14 @@ def test_seeds_are_averaged_and_extremes_kept():
     assert row["cosine"] == pytest.approx(0.85)
     assert row["bias_forward"] is None
     assert row["curve"] == [(10, 1.5), (20, 2.0)]
+    norms = [(10 * i, (i + 1) ** 0.5 - i**0.5) for i in range(20)]  # the mean of the first T is T ** -0.5
+    assert slope_of(running(norms, 10)) == pytest.approx(-0.5)
+    assert running(norms, 10)[0] == (10, 1.0)
+    assert slope_of([(1, 1.0), (2, 0.5)]) is None
+    assert slope_of([(1, 1.0), (2, 0.5), (3, -0.1)]) is None
 
 
-def test_more_stages_than_layers_and_a_text_of_one_window_are_refused(settings: AssumptionsBenchmark, tmp_path: Path):
+def test_too_many_stages_and_too_short_a_text_are_refused(settings: AssumptionsBenchmark, tmp_path: Path):
     (tmp_path / "short.txt").write_text("a" * 20)
     short = dataclasses.replace(settings.data, text=(str(tmp_path / "short.txt"),), batch=1, held_out_share=0)
     for change, message in (

@@ -52,9 +52,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_losses_are_compared_with_the_same_seed_and_a_file_is_gone_on_with(
-    settings: ConvergenceBenchmark, trained: list[str], tmp_path: Path
-):
+def test_a_file_of_compared_losses_is_gone_on_with(settings: ConvergenceBenchmark, trained: list[str], tmp_path: Path):
     file = tmp_path / "c.json"
     run(COMMAND, dataclasses.replace(settings, seeds=(0,), regimes=("finetune",)), file=file)
     assert trained[0] == "pretrain fp32 seed 1234"
@@ -99,9 +97,7 @@ def test_real_runs_in_two_processes(settings: ConvergenceBenchmark, tmp_path: Pa
     assert [path.suffix for path in Path(settings.folder).iterdir()] == [".pt"]
 
 
-def test_adapters_alone_are_trained_and_the_losses_are_those_with_and_without_codecs(
-    settings: ConvergenceBenchmark, tmp_path: Path
-):
+def test_adapters_alone_are_trained_with_and_without_codecs(settings: ConvergenceBenchmark, tmp_path: Path):
     pytest.importorskip("peft")
     folder = write_checkpoint(tmp_path / "model")
     settings = dataclasses.replace(
@@ -133,7 +129,7 @@ def test_what_cannot_be_used_is_an_error_before_anything_is_trained(settings: Co
     assert trained == []
 
 
-def test_regimes_differ_in_warm_up_steps_rate_and_start_and_formats_with_memory_need_samples_again(
+def test_regimes_differ_in_warm_up_steps_rate_start_and_formats(
     settings: ConvergenceBenchmark, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level("WARNING"):

@@ -59,9 +59,7 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_without_matplotlib_nothing_is_trained_and_without_a_link_it_says_so_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_matplotlib_is_needed_and_a_link_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No namespaces here."))
     console = Console(width=80)
     with console.capture() as shown:
@@ -74,14 +72,7 @@ def test_without_matplotlib_nothing_is_trained_and_without_a_link_it_says_so_and
         demo.run(tmp_path, console=Console(file=io.StringIO()))
 
 
-def test_a_curve_is_a_mean_of_the_last_seconds():
-    metrics = [{"seconds": 0.5, "loss": float(i)} for i in range(20)]
-    points = curve(metrics)
-    assert points[:2] == [(0.5, 0.0), (1.0, 0.5)]
-    assert points[-1] == (10.0, pytest.approx(17.0))  # of losses 15 to 19
-
-
-def test_the_findings_tell_the_stage_from_the_bits():
+def test_the_findings_tell_the_stage_from_the_bits_and_curves_are_means():
     rows = [
         {"boundary": boundary, "link": "25mbit", "speedup_stock_fp32": speed, "seconds": 20.0, "formats": formats,
          "curve": [(0.0, 5.0), (20.0, loss)]}
@@ -96,3 +87,6 @@ def test_the_findings_tell_the_stage_from_the_bits():
     )
     assert "few bits make it 10.2; the loss at which PyTorch's stage ends is reached after 5 s." in link
     assert "No run has a warm-up" in warm_up
+    points = curve([{"seconds": 0.5, "loss": float(i)} for i in range(20)])
+    assert points[:2] == [(0.5, 0.0), (1.0, 0.5)]
+    assert points[-1] == (10.0, pytest.approx(17.0))  # of the losses of the last seconds, 15 to 19

@@ -69,6 +69,13 @@ def test_what_each_method_keeps_and_loses(settings: MemoryBenchmark, monkeypatch
         )
         assert error < 0.3
         assert row["loss"] == pytest.approx(plain["loss"], abs=0.02)
+    both = ("gradients", "optimizer")
+    assert in_8_bits("agoq") == in_8_bits("low-bit+8bit") == both
+    assert [in_8_bits(f"bf16+8bit-{part}") for part in both] == [("gradients",), ("optimizer",)]
+    assert in_8_bits("int4+8bit-gradients") == ("gradients",)
+    assert in_8_bits("int4") == in_8_bits("low-bit") == ()
+    assert policy_of(0, "int4") == policy_of(6, "agoq") == LayerAware.published()
+    assert policy_of(0, "low-bit") == LayerAware()
 
 
 def test_ratios_are_of_the_same_sequence_and_a_file_is_gone_on_with(
@@ -89,17 +96,7 @@ def test_ratios_are_of_the_same_sequence_and_a_file_is_gone_on_with(
         run(COMMAND, dataclasses.replace(both, model=dataclasses.replace(both.model, dim=64)), file=file)
 
 
-def test_agoq_is_all_of_its_parts_whatever_the_bits():
-    both = ("gradients", "optimizer")
-    assert in_8_bits("agoq") == in_8_bits("low-bit+8bit") == both
-    assert [in_8_bits(f"bf16+8bit-{part}") for part in both] == [("gradients",), ("optimizer",)]
-    assert in_8_bits("int4+8bit-gradients") == ("gradients",)
-    assert in_8_bits("int4") == in_8_bits("low-bit") == ()
-    assert policy_of(0, "int4") == policy_of(6, "agoq") == LayerAware.published()
-    assert policy_of(0, "low-bit") == LayerAware()
-
-
-def test_what_can_not_be_measured_is_said_first_or_left_out_of_all_methods(
+def test_what_can_not_be_measured_is_said_first_or_left_out(
     settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     with pytest.raises(ValueError, match="where there is no file"):

@@ -56,7 +56,7 @@ def by_boundary(report: Report, rate: float | None = None) -> dict[str, Any]:
     return {row["boundary"]: row for row in report.rows if row["link_mbit"] == rate}
 
 
-def test_every_boundary_travels_in_its_bits_and_is_shown(report: Report, tmp_path: Path):
+def test_rows_have_bits_memory_losses_and_ratios(report: Report, tmp_path: Path):
     rows = by_boundary(report)
     assert list(rows) == list(TINY.boundaries)
     more = 8 * CHECKSUM_BYTES / math.prod(MESSAGE)
@@ -74,10 +74,7 @@ def test_every_boundary_travels_in_its_bits_and_is_shown(report: Report, tmp_pat
     assert "tah-quant" in shown(COMMAND, report.rows, tmp_path)
     several = [{**row, "split": f"{row['split']}{i % 2}"} for i, row in enumerate(report.rows)]
     assert "over best" in shown(COMMAND, several, tmp_path, width=120)
-
-
-def test_losses_and_memory_are_those_of_the_formats_and_ratios_follow_from_the_speeds(report: Report):
-    rows = by_boundary(report)
+    # What is kept between steps.
     memory = 4 * TINY.samples * SEQUENCE * DIM * 3 * 2  # both ends of 3 boundaries
     assert {name: row["state_bytes"] for name, row in rows.items()} == dict.fromkeys(rows, 0) | {
         "aq-sgd": memory,
@@ -119,7 +116,7 @@ def test_no_link_or_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyP
     assert set_link(None, Link(None)) == about
 
 
-def test_stages_that_wait_send_what_the_model_would_over_any_number_of_connections():
+def test_stages_that_wait_send_the_same_over_any_number_of_connections():
     compute, boundaries = Duration.parse("20ms"), ("stock-fp32", "fp32", "transform")
     few = dataclasses.replace(TINY, boundaries=boundaries, rounds=1, compute=compute, connections=(1, 3))
     rows = {(row["boundary"], row["connections"]): row for row in run(COMMAND, few).rows}

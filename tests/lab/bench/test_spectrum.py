@@ -89,6 +89,9 @@ def test_a_format_without_error_has_no_bound(tmp_path: Path):
     assert exact["bound"] is exact["above"] is exact["token_above"] is None
     assert coded["above"] > 0
     assert "–" in shown(COMMAND, [exact, coded], tmp_path)
+    # The bound at a signal-to-noise ratio.
+    assert spectrum.rate_at([FLAT], 0.0) == 0
+    assert spectrum.rate_at([ONE], 20.0) == pytest.approx(0.5 * math.log2(100) / 4)
 
 
 def tokens(count: int, variances: list[float], *, seed: int = 0) -> torch.Tensor:
@@ -119,11 +122,6 @@ def tokens(count: int, variances: list[float], *, seed: int = 0) -> torch.Tensor
 )
 def test_the_bound_of_sources_whose_rate_is_known(spectra, error: float, bits: float | None):
     assert spectrum.rate(spectra, error) == (None if bits is None else pytest.approx(bits, abs=1e-6))
-
-
-def test_the_bound_at_a_signal_to_noise_ratio():
-    assert spectrum.rate_at([FLAT], 0.0) == 0
-    assert spectrum.rate_at([ONE], 20.0) == pytest.approx(0.5 * math.log2(100) / 4)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e30])

@@ -34,7 +34,7 @@ def sums(forked: None) -> Report:
     return done
 
 
-def test_rows_of_sums_have_the_agreed_fields_and_the_errors_of_the_formats(sums: Report):
+def test_rows_of_sums_and_prefill_have_the_agreed_fields_and_errors(sums: Report, tmp_path: Path):
     agreed = "format algorithm link_mbit ranks numel ms spread speedup_bf16 bits_per_value"
     rows = [row for row in sums.rows if "tokens_per_second" not in row]
     found = {(row["format"], row["algorithm"], row["tokens"]): row for row in rows}
@@ -52,14 +52,11 @@ def test_rows_of_sums_have_the_agreed_fields_and_the_errors_of_the_formats(sums:
     for name in ("int4", "int8", "feature-int4"):
         assert error[name, "one_shot"] < error[name, "two_shot"]
     assert 2 * error["feature-int4", "one_shot"] < error["int4", "one_shot"] < 0.3
-
-
-def test_prefill_is_measured_by_every_format_and_shown(sums: Report, tmp_path: Path):
-    rows = {row["format"]: row for row in sums.rows if row.get("tokens_per_second")}
-    assert set(rows) == set(TINY.formats)
-    for row in rows.values():
+    prefill = {row["format"]: row for row in sums.rows if row.get("tokens_per_second")}
+    assert set(prefill) == set(TINY.formats)
+    for row in prefill.values():
         assert row["tokens_per_second"] == pytest.approx(1e3 * 16 / row["ms"])
-        assert row["speedup_bf16"] == rows["bf16"]["ms"] / row["ms"]
+        assert row["speedup_bf16"] == prefill["bf16"]["ms"] / row["ms"]
         assert row["numel"] == 16 * 64
     text = shown(tensor_parallel.COMMAND, sums.rows, tmp_path)
     assert "All-reduce of partial sums, 256 features a token" in text
@@ -111,7 +108,7 @@ def report(forked: None, settings: GenerationBenchmark) -> Report:
     return done
 
 
-def test_rows_of_generation_have_times_of_both_phases_count_every_byte_and_agree(report: Report, tmp_path: Path):
+def test_rows_of_generation_have_times_bits_and_agreement(report: Report, tmp_path: Path):
     rows = {(row["format"], row["chunk"]): row for row in report.rows}
     assert rows.keys() == {(OWN, 0), ("bf16", 0), ("bf16", 7), ("int4", 0), ("int4", 7)}
     for row in rows.values():

@@ -44,9 +44,7 @@ def test_gradients_and_activations_in_few_bits_train_too(recipe: TrainingRecipe)
         assert not any("forward" in vars(module) for module in model.modules()), name
 
 
-def test_formats_have_names_and_agoq_is_its_activations_with_all_in_8_bits(
-    recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch
-):
+def test_formats_by_name_and_agoq_in_8_bits(recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch):
     made = []
     monkeypatch.setattr(training, "eight_bit_adamw", lambda *a, compiled: made.append(compiled) or make_optimizer(*a))
     published = LayerAware.published()
@@ -85,12 +83,15 @@ def test_runs_differ_by_the_codec_alone_and_only_after_warm_up(recipe: TrainingR
     assert coded[1:] != losses[1:], "the codec of gradients matters"
 
 
-def test_optimizer_and_precision_are_the_recipes(recipe: TrainingRecipe):
+def test_optimizer_precision_and_boundaries_are_the_recipes(recipe: TrainingRecipe):
     still = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr=0.0))
     _, result = train(still, seed=0)
     fresh = build_model(recipe.model, vocab=256, sequence=16, seed=0)
     assert evaluate(fresh, load_data(recipe.data).held_out, recipe) == result["loss"]
     clipped = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr_warmup_steps=2, clip=1e-9))
+    for family, place in {"llama": "model.layers", "gpt2": "transformer.h"}.items():
+        deeper = build_model(ModelConfig(family=family, dim=32, layers=5, heads=2), vocab=256, sequence=16, seed=0)
+        assert boundary_modules(deeper, 3) == [f"{place}.1", f"{place}.3"]
     plain = first_losses(recipe, "fp32")
     assert first_losses(clipped, "fp32")[2] != plain[2]
     rounded = first_losses(dataclasses.replace(recipe, precision="bf16"), "fp32")
@@ -129,12 +130,6 @@ def test_a_rank_is_chosen_in_the_warm_up(recipe: TrainingRecipe):
     assert 4 * result["bits_forward_run"] == 64 + told + 4 * CHECKSUM_BITS + 2 * found
     with pytest.raises(ValueError, match="warmup_steps is 0, and forward has TransformQuant"):
         first_losses(dataclasses.replace(recipe, warmup_steps=0), f"{auto} / {auto}")
-
-
-def test_boundaries_lie_where_stages_are_cut():
-    for family, place in {"llama": "model.layers", "gpt2": "transformer.h"}.items():
-        model = build_model(ModelConfig(family=family, dim=32, layers=5, heads=2), vocab=256, sequence=16, seed=0)
-        assert boundary_modules(model, 3) == [f"{place}.1", f"{place}.3"]
 
 
 def mean_square(model: nn.Module):

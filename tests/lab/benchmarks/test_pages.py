@@ -54,7 +54,7 @@ def test_pages_show_figures_that_are_there():
         assert all((RESULTS / f"{name}-{theme}.svg").exists() for name in light for theme in THEMES), page.name
 
 
-def test_every_figure_has_its_recorded_rows_which_tell_nothing_of_a_machines_folders():
+def test_every_figure_has_recorded_rows_without_folders_of_a_machine():
     names = {picture(file).name for file in RECORDED}
     wanted = {f"{name}-{theme}.svg" for name in names for theme in THEMES} | {f"{README}.png"}
     assert {file.name for file in (RESULTS / "figures").iterdir()} == wanted
@@ -71,25 +71,15 @@ def test_the_command_draws_them_all(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(file.exists() for file in written)
 
 
-MESSAGES = {
-    ("activations", "forward"): [(1, 6), (6, 11), (11, 16)],
-    ("stage 1", "forward"): [(6, 7), (11, 12), (16, 17)],
-    ("stage 1", "backward"): [(17, 19), (19, 21), (21, 23)],
-    ("gradients", "backward"): [(19, 22), (22, 25), (25, 28)],
-    ("stage 0", "backward"): [(22, 24), (25, 27), (28, 30)],
-}
-LATE = {("activations", "forward"): [(1, 6), (7, 12)], ("gradients", "backward"): [(15, 18), (20, 23)]}
-
-
-@pytest.mark.parametrize(("ahead", "expected", "seconds"), [(True, MESSAGES, 30), (False, LATE, 25)])
-def test_messages_follow_one_another_and_late_receives_let_the_link_rest(
-    ahead: bool, expected: dict[tuple[str, str], list[tuple[float, float]]], seconds: float
-):
-    count = len(expected["activations", "forward"])
-    step = TwoStageStep(forward=1, backward=2, activations=5, gradients=3, micro_batches=count, ahead=ahead)
-    spans = {(span.lane, span.pass_, span.micro_batch): (span.start, span.end) for span in step.spans()}
-    assert {lane: [spans[*lane, i] for i in range(count)] for lane in expected} == expected
-    assert step.seconds() == seconds
+def test_messages_follow_one_another_on_the_link():
+    each = TwoStageStep(forward=1, backward=2, activations=5, gradients=3, micro_batches=3)
+    spans = {(span.lane, span.pass_, span.micro_batch): (span.start, span.end) for span in each.spans()}
+    assert [spans["activations", "forward", i] for i in range(3)] == [(1, 6), (6, 11), (11, 16)]
+    assert [spans["stage 1", "forward", i] for i in range(3)] == [(6, 7), (11, 12), (16, 17)]
+    assert [spans["stage 1", "backward", i] for i in range(3)] == [(17, 19), (19, 21), (21, 23)]
+    assert [spans["gradients", "backward", i] for i in range(3)] == [(19, 22), (22, 25), (25, 28)]
+    assert [spans["stage 0", "backward", i] for i in range(3)] == [(22, 24), (25, 27), (28, 30)]
+    assert each.seconds() == 30
 
 
 def test_the_page_of_pipelines_shows_what_the_rules_give():
@@ -112,7 +102,7 @@ def test_pictures_of_concepts_are_drawn_from_what_is_recorded(name: str):
     assert all((concepts.FIGURES / f"{name}-{theme}.svg").exists() for theme in THEMES)
 
 
-def test_the_page_on_models_for_two_pcs_has_the_recorded_tables_and_what_was_assumed():
+def test_the_page_on_models_has_what_is_recorded_assumed_and_planned():
     rows, page, of = which_model.recorded(), which_model.PAGE.read_text("utf-8"), which_model
     assert {row["model"] for row in rows} == set(of.MODELS)
     assert of.with_tables(page, rows) == page, "write it: python -m benchmarks.which_model"

@@ -34,7 +34,7 @@ def racer_of(boundary: str, curve: list[tuple[float, float]]) -> Racer:
     return racer
 
 
-def test_the_target_is_what_all_have_reached_by_straight_lines_between_evaluations():
+def test_the_target_is_what_all_have_reached():
     racers = [
         racer_of("fp32", [(0, 2.0), (40, 1.0), (80, 0.9)]),
         racer_of("tah-quant", [(0, 2.0), (10, 1.2), (20, 1.0)]),
@@ -130,10 +130,7 @@ def test_a_section_of_a_gpus_report_has_tests_tables_and_failures(tmp_path: Path
     assert page.startswith("before\n<!-- measured -->\n\n")
     assert page.endswith("<!-- end -->\nafter\n")
     assert "old" not in page
-
-
-def test_the_page_of_a_gpu_has_its_marks_and_the_commands_exist():
-    replaced(gpu_report.PAGE.read_text("utf-8"), "measured", "")
+    replaced(gpu_report.PAGE.read_text("utf-8"), "measured", "")  # has its marks
     for words in gpu_report.BENCHMARKS.values():
         assert gpu_report.command_of(words).name == f"bench {words.split()[1]}"
     if not torch.cuda.is_available():  # else it would be measured

@@ -11,7 +11,7 @@ from lowbit.cli.commands import Measurement
 from lowbit_lab.charts import Bars, Heights, Lines, Points
 from lowbit_lab.charts.charts import Chart, draw, figure
 from lowbit_lab.charts.results import check_picture, draw_results
-from lowbit_lab.charts.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
+from lowbit_lab.charts.style import THEMES, family, mixed, recommended, row_name, title_of
 from tests.lab.charts.collisions import collisions
 
 ROWS = [
@@ -65,7 +65,7 @@ def test_a_picture_of_whatever_there_is(tmp_path: Path, rows: list):
     assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_is_checked_before_the_run_and_plans_of_the_library_have_charts(tmp_path: Path):
+def test_a_picture_is_checked_first_and_plans_have_charts(tmp_path: Path):
     with pytest.raises(ValueError, match=r"picture is '.*rows.json'; allowed: a file that ends in"):
         check_picture(tmp_path / "rows.json")
     with pytest.raises(ValueError, match="cannot be written"):
@@ -75,17 +75,6 @@ def test_a_picture_is_checked_before_the_run_and_plans_of_the_library_have_chart
     rows = [{"stage": number, **stage} for number in range(2)]
     draw_results(Measurement("lowbit.plan.memory").command, rows, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_curves_that_end_together_have_their_names_in_a_column():
-    starts = {"fp32": 1.0, "bf16": 1.01, "int4": 3.0}
-    rows = [{"name": name, "x": x, "y": y + x} for name, y in starts.items() for x in (0, 1)]
-    (axes,) = drawn(Lines(series="name", x="x", y="y", x_label="s", label="loss"), rows).axes
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert texts(axes) == ["FP32", "BF16", "INT4"]
-    assert len({round(box.x0) for box in boxes}) == 1
-    assert all(box.x0 > axes.transData.transform((1, 0))[0] for box in boxes)
-    assert [box.y0 for box in boxes] == sorted(box.y0 for box in boxes), "in the order of the curves"
 
 
 @pytest.mark.parametrize("far", [1, 100])
@@ -128,9 +117,7 @@ def test_families_and_names_of_series():
     assert {name: family(name) for name in FAMILIES} == FAMILIES
     assert all(wanted is None or wanted in theme.formats for wanted in FAMILIES.values() for theme in THEMES.values())
     assert {name: title_of(name) for name in TITLES} == TITLES
-
-
-def test_no_row_of_a_table_passes_our_setting_off_as_the_published_format():
+    # No row of a table passes our setting off as the published format.
     assert row_name("tah-quant") == "tah-quant (ours, by range)"
     assert row_name("int4 / TAHQuant()") == "int4 / TAHQuant() (ours, by range)"
     for name in ("tah-quant-published", "tah-quant-published-token", "tah-quant-token", "TAHQuant(tile=32)", "int4"):
@@ -138,15 +125,7 @@ def test_no_row_of_a_table_passes_our_setting_off_as_the_published_format():
     assert title_of("TAHQuant()") == title_of("tah-quant") != title_of("tah-quant-published")
 
 
-def test_members_of_a_family_are_paler_and_only_the_first_stands_out():
-    palette = Palette(LIGHT)
-    names = ["TransformQuant(bits=3.1)", "TransformQuant(bits=2.0)", "int4"]
-    colours = [palette[name] for name in names]
-    assert colours[0] == LIGHT.formats["transform"]
-    assert len(set(colours)) == 3
-    assert [palette.stands_out(name) for name in names] == [True, False, False]
-    assert palette.ink(names[1]) == LIGHT.formats["transform"], "pale text cannot be read"
-    assert palette.marker(names[0]) not in (palette.marker(names[1]), palette.marker(names[2]))
+def test_mixed_and_recommended():
     assert mixed("#000000", "#ffffff", 0.5) == "#808080"
     rows = [{"format": "fp32"}, {"format": "TransformQuant()"}]
     assert recommended(rows, "format") == rows[1]

@@ -66,28 +66,22 @@ def test_of_a_masked_language_model_the_encoder_is_compared(tmp_path: Path):
         loading.load_model(str(folder), "float32", torch.device("cpu"))
 
 
-def test_a_vector_is_the_mean_over_the_tokens_of_a_sentence(encoder: Path):
+def test_vectors_and_their_agreement_by_hand(encoder: Path):
     model = loading.load_model(str(encoder), "float32", torch.device("cpu"))
     tokenizer = load_tokenizer(str(encoder), key="tokenizer").hugging_face()
     texts = ["The 3 cats sat on the 4 mats; 2 dogs did not.", "The 5 cats."]
     for text, vector in zip(texts, embed(model, tokenizer, texts), strict=True):  # of which the second is padded
         states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
         torch.testing.assert_close(vector, states.mean(0))
-
-
-def test_agreement_is_counted_by_hand():
     torch.manual_seed(0)
-    exact = torch.randn(20, 8)
-    same = agreement(exact, 3 * exact)
-    assert same == pytest.approx({"nearest": 1, "nearest_10": 1, "rank_correlation": 1})
-    other = torch.randn(20, 8)
-    mixed = agreement(exact, other)
+    exact, other = torch.randn(20, 8), torch.randn(20, 8)
+    assert agreement(exact, 3 * exact) == pytest.approx({"nearest": 1, "nearest_10": 1, "rank_correlation": 1})
     distances = [torch.nn.functional.cosine_similarity(x[:, None], x[None], dim=-1) for x in (exact, other)]
     expected = 0
     for i in range(20):
         near = [set(sorted(set(range(20)) - {i}, key=lambda j, d=d: -float(d[i, j]))[:10]) for d in distances]
         expected += len(near[0] & near[1])
-    assert mixed["nearest_10"] == pytest.approx(expected / 200)
+    assert agreement(exact, other)["nearest_10"] == pytest.approx(expected / 200)
     with pytest.raises(ValueError, match="11 sentences have no 10 neighbours"):
         agreement(exact[:11], exact[:11])
 
@@ -102,9 +96,7 @@ def test_generation_is_compared_token_by_token(tmp_path: Path):
     assert same == pytest.approx({"same_tokens": 5 / 6, "tokens_before": 2, "same_texts": 0.5})
 
 
-def test_a_calibration_reads_whole_sequences_and_real_ranks_find_the_neighbours_of_emulated_ones(
-    encoder: Path, ranks: Ranks
-):
+def test_real_ranks_find_the_neighbours_of_emulated_ones(encoder: Path, ranks: Ranks):
     settings = CalibrationConfig(model=str(encoder), text=(str(encoder / "text.txt"),), length=32, sequences=4)
     assert len(run(CALIBRATE, settings).rows) == 4
     sequences, _ = read_text(settings, encoder=True)

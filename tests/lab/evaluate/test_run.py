@@ -14,7 +14,7 @@ from lowbit.tensor_parallel import Calibration, CalibrationError
 from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
 from tests.command_line import invoke
-from tests.lab.evaluate.questions import BOOLQ, WINOGRANDE
+from tests.lab.evaluate.models import BOOLQ, WINOGRANDE
 from tests.processes import Ranks
 
 SHORT: dict[str, Any] = {"length": 32, "threads": 1}
@@ -96,14 +96,14 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
     assert list(output.parent.iterdir()) == [output]
 
 
-@pytest.mark.parametrize("name", ["int4", "feature-int4"])
-def test_static_ranges_do_not_pass_for_another_format(folder: Path, tmp_path: Path, name: str):
+def test_static_ranges_do_not_pass_for_another_format(folder: Path, tmp_path: Path):
     config = calibration_config(folder, output=str(tmp_path / "c"), gain="static", sequences=2)
     run(CALIBRATE, config)
-    settings = evaluation_config(folder, tps=(2,), formats=(name,), calibrations=(config.output,), sequences=1)
-    line = f"format is {name}, which has a gain for each token, and the calibration was made with --gain static; "
-    with pytest.raises(CalibrationError, match=line):
-        run(EVALUATE, settings)
+    for name in ("int4", "feature-int4"):
+        settings = evaluation_config(folder, tps=(2,), formats=(name,), calibrations=(config.output,), sequences=1)
+        line = f"format is {name}, which has a gain for each token, and the calibration was made with --gain static; "
+        with pytest.raises(CalibrationError, match=line):
+            run(EVALUATE, settings)
 
 
 @pytest.mark.parametrize(("dtype", "own"), [("float32", 32), ("bfloat16", 16)])

@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -127,14 +126,11 @@ def test_the_end_of_the_library_is_held_out():
     assert rest[-1000:].tobytes() not in held_out.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("setting", "error"),
-    [
+def test_missing_text_and_tokenizers_are_named():
+    for setting, error in (
         ({"text": ("nowhere.txt",)}, "'nowhere.txt'"),
         ({"tokenizer": "nowhere"}, "^tokenizer is 'nowhere'; allowed: bytes, or a folder"),
         ({"tokenizer": str(Path(__file__).parent)}, "^tokenizer .* cannot be loaded"),
-    ],
-)
-def test_missing_text_and_tokenizers_are_named(setting: dict[str, Any], error: str):
-    with pytest.raises(ConfigError, match=error):
-        loading.read_text(EvaluationConfig(**{"model": "m", "tokenizer": "bytes", **setting}))
+    ):
+        with pytest.raises(ConfigError, match=error):
+            loading.read_text(EvaluationConfig(**{"model": "m", "tokenizer": "bytes", **setting}))

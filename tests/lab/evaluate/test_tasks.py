@@ -19,7 +19,7 @@ from lowbit_lab.evaluate.commands import EVALUATE
 from lowbit_lab.evaluate.settings import FILE_TASKS
 from lowbit_lab.evaluate.tasks import LocalTask, Metric, count_inputs, kept, read_questions, score
 from tests.command_line import invoke
-from tests.lab.evaluate.questions import ARC, BOOLQ, HELLASWAG, RECORDS, WINOGRANDE, Records
+from tests.lab.evaluate.models import ARC, BOOLQ, HELLASWAG, RECORDS, WINOGRANDE, Records
 from tests.lab.evaluate.test_run import evaluation_config
 
 
@@ -57,6 +57,9 @@ def test_prompts_are_those_of_lm_eval_word_for_word(tmp_path: Path):
     assert first["winogrande"].endings == (" was too small.",) * 2
     washing = read_questions("hellaswag", str(tmp_path / "hellaswag.jsonl"))[1]
     assert washing.contexts[0] == "Personal Care: How to wash your hands. Use water. Turn the tap."
+    # Brackets that nothing closes stay, and take no time.
+    path = write(tmp_path, "open", changed(HELLASWAG[0], activity_label="[a] b", ctx_a="[" * 10**6, ctx_b=""))
+    assert read_questions("hellaswag", str(path))[0].contexts[0] == f" b: {'[' * 10**6}"
 
 
 class Uniform:
@@ -208,11 +211,6 @@ def test_a_wrong_question_is_named_by_its_line(name: str, records: Records, line
     assert line in str(caught.value)
 
 
-def test_brackets_that_nothing_closes_stay_and_take_no_time(tmp_path: Path):
-    path = write(tmp_path, "open", changed(HELLASWAG[0], activity_label="[a] b", ctx_a="[" * 10**6, ctx_b=""))
-    assert read_questions("hellaswag", str(path))[0].contexts[0] == f" b: {'[' * 10**6}"
-
-
 def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
     path = write(tmp_path, "wrong", changed(BOOLQ[0], label=7), ".parquet")
     with pytest.raises(ConfigError, match=r"row 1 is not a valid question of boolq \(7 is not in list\)"):
@@ -222,7 +220,7 @@ def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
         read_questions("boolq", str(path))
 
 
-def test_files_of_tasks_are_named_by_the_settings_and_compared_by_their_contents(folder: Path, tmp_path: Path):
+def test_files_are_named_by_the_settings_and_compared_by_their_contents(folder: Path, tmp_path: Path):
     from lowbit_lab.evaluate.run import Evaluation
 
     def facts(path: Path) -> dict[str, str]:

@@ -24,7 +24,6 @@ LINKS = [
     ),
     ("100mbit/0ms/0ms/200ms", Link(100.0, queue_ms=200), "100 Mbit/s, queue 200 ms"),
     ("100mbit/0.1%", Link(100.0, loss=0.001), "100 Mbit/s, 0.1 % lost"),
-    ("100mbit/40ms/~0.5%", Link(100.0, rtt_ms=40, reorder=0.005), "100 Mbit/s, 40 ms, 0.5 % late"),
     (
         "100mbit/40ms/1%x2.5/~2%/bbr",
         Link(100.0, rtt_ms=40, loss=0.01, burst=2.5, reorder=0.02, congestion="bbr"),
