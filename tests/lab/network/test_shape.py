@@ -177,12 +177,15 @@ def test_hosts_see_their_own_network_only_and_a_fork_enters_one() -> None:
 
 @needs_link
 @pytest.mark.parametrize("rtt_ms", [0.0, pytest.param(4.0, marks=needs_distance)])
-def test_connections_of_both_hosts_have_the_congestion_control_of_the_link(rtt_ms: float) -> None:
+def test_both_ends_of_a_connection_have_the_congestion_control_of_the_link(rtt_ms: float) -> None:
     with SlowLink(rtt_ms=rtt_ms) as link:
         for name in ("cubic", "reno"):
             link.set_link(Link(rtt_ms=rtt_ms, congestion=name))
+            server, client = talking(link)
             for host in (0, 1):
-                assert output_of(link, host, "cat", "/proc/sys/net/ipv4/tcp_congestion_control") == f"{name}\n"
+                assert f" {name} " in output_of(link, host, "ss", "-tinH", "state", "established")
+            client.kill()
+            server.communicate(timeout=10)
 
 
 @needs_link
