@@ -43,7 +43,7 @@ def test_it_is_that_of_every_token_by_hand(batch: int):
     assert result.perplexity == pytest.approx(math.exp(result.loss))
 
 
-def test_logits_are_compared_with_those_of_the_reference():
+def test_logits_are_compared_with_those_of_the_reference(monkeypatch: pytest.MonkeyPatch):
     text, reference = some_text(8), []
     first = perplexity(Bigram(), text, reference=reference)
     again = perplexity(Bigram(), text, reference=reference)
@@ -61,13 +61,10 @@ def test_logits_are_compared_with_those_of_the_reference():
     result = perplexity(broken, text, reference=reference)
     assert result.logits_error is not None
     assert math.isnan(result.perplexity + result.loss + result.logits_error)
-
-
-def test_a_batch_that_is_not_remembered_ends_the_comparison(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(score, "REMEMBERED", 4 * 16 * 8 * 4)  # one batch of three windows, or the last window of four
-    text, reference = some_text(8), []
+    reference = []
     perplexity(Bigram(), text, batch=3, reference=reference)
-    assert [len(logits) for logits in reference] == [3]
+    assert [len(logits) for logits in reference] == [3], "a batch that is not remembered ends the comparison"
     assert perplexity(Bigram(), text, batch=3, reference=reference).logits_error == 0
 
 
