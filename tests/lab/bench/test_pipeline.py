@@ -95,6 +95,29 @@ def test_rows_have_bits_memory_losses_and_ratios(report: Report, tmp_path: Path)
 
 
 @pytest.mark.skipif(SlowLink.available() is not None, reason=f"{SlowLink.available()}")
+def test_auto_chooses_on_each_link_and_is_compared_with_the_best_fixed_format():
+    links = (Link(SLOW), Link(None))
+    rows = run(COMMAND, dataclasses.replace(TINY, links=links, boundaries=("bf16", "int8", "auto"), rounds=6)).rows
+    (_, _, slow), (bf16, int8, free) = rows[:3], rows[3:]
+    assert (slow["forward"], slow["bits_forward"] < 9) == ("auto", True)
+    assert free["chosen"] == "boundary 0 to 2 bf16" or free["bits_forward"] > slow["bits_forward"]
+    best = max((bf16, int8), key=lambda row: statistics.median(row["turns"]))
+    ratios = sorted(own / other for own, other in zip(free["turns"], best["turns"], strict=True))
+    assert free["over_fixed"] == statistics.median(ratios)
+    assert (free["over_fixed_low"], free["over_fixed_high"]) == (ratios[0], ratios[-1])
+
+
+def test_intervals_hold_the_median_in_95_percent():
+    assert interval([5, 1, 4, 2, 3], "x") == {"x": 3, "x_low": None, "x_high": None}
+    generator = random.Random(0)
+    held = 0
+    for _ in range(500):
+        found = interval([generator.expovariate(1) for _ in range(12)], "x")
+        held += found["x_low"] <= math.log(2) <= found["x_high"]
+    assert 0.94 < held / 500 < 0.99  # exactly 0.961
+
+
+@pytest.mark.skipif(SlowLink.available() is not None, reason=f"{SlowLink.available()}")
 def test_a_slow_link_holds_up_full_precision(report: Report):
     rows = by_boundary(report, SLOW)
     # Other work on this machine only ever makes things slower, so times have lower bounds and rates upper ones.
