@@ -1,5 +1,7 @@
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ def forked() -> Iterator[None]:
     """Workers are forks on this machine: hosts would be processes that import everything anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlowLink, "available", staticmethod(lambda **_: "Not here."))
-        patch.setattr(workers.subprocess, "Popen", Module)
+        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Module, PIPE=subprocess.PIPE))
         yield
 
 
