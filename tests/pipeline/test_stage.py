@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import ScheduleGPipe
 
 from lowbit.codecs import AQSGD, Codec, TAHQuant, TransformQuant, backward_codec
 from lowbit.pipeline import LowBitStage
@@ -18,9 +18,6 @@ from tests.pipeline import toy
 from tests.pipeline.toy import FP32, INT4, INT6
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused
-
-# PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot.
-OLD = not hasattr(PipelineStage, "_is_same_rank")
 
 
 # ------------------------------------------------------------------------------------------------ FP32 wire
