@@ -12,7 +12,7 @@ from lowbit.codecs import TransformQuant
 from lowbit.codecs.base import Session
 from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.memory import FELT
-from lowbit.pipeline import LowBitStage, emulate_
+from lowbit.pipeline import emulate_
 from tests.pipeline import toy
 from tests.processes import Ranks
 
@@ -21,49 +21,41 @@ WARM, RAISED = 3, 5  # steps before
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both (8, 40, WIDTH): more tokens than `toy.batch` has."""
-    generator = torch.Generator().manual_seed(100 + step)
-    shape = (toy.ROWS * toy.MICRO_BATCHES, 40, toy.WIDTH)
-    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    """More tokens than `toy.batch` has."""
+    return toy.data(100 + step, length=40)
 
 
-@mock.patch.object(toy, "batch", batch)
-def in_pipeline(schedule: str, stops: tuple[int, ...] = (), codec: TransformQuant = GOAL) -> Any:
-    """Losses, choices before and after rates are raised, and bytes of each step; restarts from checkpoints."""
-    run = toy.Run(schedule, toy.lowbit(forward=codec, warmup_steps=WARM, timeout=30))
-    losses, chosen, sent = [], [], []
+def choices(run: toy.Run) -> dict[str, Any]:
+    return {name: codec for stage in run.stages for name, codec in stage.chosen().items()}
+
+
+def in_pipeline(schedule: str, stop: int = -1) -> Any:
+    """Losses, choices before and after rates are raised, and bytes of each step; restarts from a checkpoint."""
+    run = toy.Run(schedule, toy.lowbit(forward=GOAL, warmup_steps=WARM, timeout=30), batch=batch)
+    chosen, sent = [], []
     for step in range(8):
-        if step in stops:
+        if step == stop:
             run = run.restarted()
-        stages = cast("list[LowBitStage]", run.stages)
         if step == RAISED:
-            chosen.append({name: codec for stage in stages for name, codec in stage.chosen().items()})
-            for stage in stages:
+            chosen.append(choices(run))
+            for stage in run.stages:
                 stage.raise_rates(1.5)
-        for stage in stages:
+        for stage in run.stages:
             stage.looks_ahead = step != RAISED - 1
             stage.traffic.reset()
         run.train(step)
         run.evaluate(step)
-        losses += run.losses[-toy.MICRO_BATCHES :]
-        sent.append(sum(stage.traffic.forward_bytes for stage in stages))
-    chosen.append({name: codec for stage in stages for name, codec in stage.chosen().items()})
-    return losses, chosen, sent
+        sent.append(sum(stage.traffic.forward_bytes for stage in run.stages))
+    return run.losses, [*chosen, choices(run)], sent
 
 
 def in_one_process(codec: TransformQuant = GOAL) -> Any:
-    model = nn.Sequential(*toy.blocks(2))
-    emulation = emulate_(model, at=["0"], forward=codec, warmup_steps=WARM)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    run = toy.Emulated(batch=batch, forward=codec, warmup_steps=WARM)
     for step in range(8):
         if step == RAISED:
-            emulation.raise_rates(1.5)
-        x, target = batch(step)
-        optimizer.zero_grad()
-        losses += toy.alone(model, x, target)
-        optimizer.step()
-        emulation.step()
-    return losses, emulation.chosen()
+            run.emulation.raise_rates(1.5)
+        run.train(step)
+    return run.losses, run.emulation.chosen()
 
 
 def bits(codec: Any) -> float:
@@ -86,7 +78,7 @@ def test_both_ends_choose_by_loss_and_raise_together(ranks: Ranks) -> None:
     assert sent[0] > sent[RAISED] > sent[RAISED - 1]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", pytest.param("zbv")])
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", "zbv"])
 def test_schedules_choose_alike(ranks: Ranks, schedule: str) -> None:
     outcomes = ranks.run(in_pipeline, schedule)
     for _, chosen, _ in outcomes:
@@ -98,7 +90,7 @@ def test_schedules_choose_alike(ranks: Ranks, schedule: str) -> None:
 
 @pytest.mark.parametrize("stop", [WARM - 1, WARM, RAISED + 1])
 def test_a_restart_keeps_what_was_seen_chosen_and_raised(ranks: Ranks, stop: int) -> None:
-    through, resumed = ranks.run(in_pipeline, "1f1b"), ranks.run(in_pipeline, "1f1b", (stop,))
+    through, resumed = ranks.run(in_pipeline, "1f1b"), ranks.run(in_pipeline, "1f1b", stop)
     for a, b in zip(through, resumed, strict=True):
         assert toy.same(a[0], b[0])
         assert a[1:] == b[1:]
@@ -171,21 +163,15 @@ class Uneven(toy.Block):
         return super().forward(x * torch.logspace(-1, 1, x.shape[-1]))
 
 
-@mock.patch.object(toy, "batch", with_sinks)
 def weighted(schedule: str, stop: int = -1) -> Any:
     """Losses, and what was felt by boundary and end; restarts from a checkpoint at `stop`."""
-    run, losses = toy.Run(schedule, toy.lowbit(forward=TransformQuant(), timeout=30), kind=Uneven), []
+    run = toy.Run(schedule, toy.lowbit(forward=TransformQuant(), timeout=30), kind=Uneven, batch=with_sinks)
     for step in range(STEPS):
         if step == stop:
             run = run.restarted()
         run.train(step)
         run.evaluate(step)
-        losses += run.losses[-toy.MICRO_BATCHES :]
-    return losses, [felt(stage.codec_state_dict()) for stage in stages_of(run)]
-
-
-def stages_of(run: toy.Run) -> list[LowBitStage]:
-    return cast("list[LowBitStage]", run.stages)
+    return run.losses, [felt(stage.codec_state_dict()) for stage in run.stages]
 
 
 def felt(state: Any, path: str = "") -> dict[str, Tensor]:
@@ -200,21 +186,14 @@ def felt(state: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def weighted_alone() -> Any:
-    whole = nn.Sequential(*toy.blocks(2, Uneven))
-    emulation = emulate_(whole, at=["0"], forward=TransformQuant())
-    optimizer, losses = torch.optim.SGD(whole.parameters(), lr=0.1), []
+    run, ends = toy.Emulated(Uneven, with_sinks, forward=TransformQuant()), {}
     for step in range(STEPS):
-        x, target = with_sinks(step)
-        optimizer.zero_grad()
-        losses += toy.alone(whole, x, target)
-        optimizer.step()
-        emulation.step()
-    ends = {
-        pair.name: zip(("sender", "receiver"), pair.every_state(), strict=True)
-        for pair in emulation._pairs
-        if pair.lanes
-    }
-    return losses, felt({name: {end: states.state_dict() for end, states in both} for name, both in ends.items()})
+        run.train(step)
+    for pair in run.emulation._pairs:
+        if pair.lanes:
+            sender, receiver = (states.state_dict() for states in pair.every_state())
+            ends[pair.name] = {"sender": sender, "receiver": receiver}
+    return run.losses, felt(ends)
 
 
 def test_senders_feel_what_crosses_the_other_way_and_an_emulation_is_the_same(ranks: Ranks) -> None:
@@ -229,10 +208,9 @@ def test_senders_feel_what_crosses_the_other_way_and_an_emulation_is_the_same(ra
     assert (activations > 0).all()
 
 
-@mock.patch.object(toy, "batch", with_sinks)
 def gains_sent() -> list[Tensor]:
-    run, levels = toy.Run("1f1b", toy.lowbit(forward=TransformQuant(), timeout=30)), []
-    encode = Session.encode
+    run = toy.Run("1f1b", toy.lowbit(forward=TransformQuant(), timeout=30), batch=with_sinks)
+    levels, encode = [], Session.encode
 
     def noting(session: Session, *args: Any, **named: Any) -> Tensor:
         payload = encode(session, *args, **named)

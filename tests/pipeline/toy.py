@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from lowbit.codecs import Cast, GroupInt
-from lowbit.pipeline import LowBitStage
+from lowbit.pipeline import LowBitStage, emulate_
 from tests.processes import Ranks
 
 WIDTH, ROWS, MICRO_BATCHES = 24, 2, 4
@@ -163,22 +163,40 @@ class Run:
         return self.feed(*(t.to(self.device) for t in self.batch(step)), training=False)[0]
 
 
-def alone(model: nn.Module, x: Tensor, target: Tensor, before: Callable[[int], None] = lambda _: None) -> list[Tensor]:
-    """Losses of a step's micro-batches in one process, one after the other, with the gradients that a schedule gives.
+class Emulated:
+    """A model of two blocks in one process, with the codecs of a pipeline's boundary between them."""
 
-    Args:
-        before: called with the number of each micro-batch.
-    """
-    losses = []
-    for number, (part, wanted) in enumerate(zip(x.split(ROWS), target.split(ROWS), strict=True)):
-        before(number)
-        loss = loss_of(model(part), wanted)
-        loss.backward()
-        losses.append(loss.detach())
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad /= MICRO_BATCHES  # with what is there already, too
-    return losses
+    def __init__(
+        self,
+        kind: Callable[[], nn.Module] = Block,
+        batch: Callable[[int], tuple[Tensor, Tensor]] = batch,
+        **options: Any,
+    ) -> None:
+        self.model, self.batch = nn.Sequential(*blocks(2, kind)), batch
+        self.emulation = emulate_(self.model, at=["0"], **options)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        self.losses: list[Tensor] = []
+
+    def feed(self, x: Tensor, target: Tensor, ids: Tensor | None = None) -> tuple[None, list[Tensor]]:
+        """As `Run.feed`: losses of micro-batches, one after the other, with the gradients that a schedule gives."""
+        losses = []
+        for number, (part, wanted) in enumerate(zip(x.split(ROWS), target.split(ROWS), strict=True)):
+            if ids is not None:
+                self.emulation.set_samples(ids.split(ROWS)[number])
+            loss = loss_of(self.model(part), wanted)
+            loss.backward()
+            losses.append(loss.detach())
+        for p in self.parameters:
+            assert p.grad is not None
+            p.grad /= MICRO_BATCHES  # with what is there already, too
+        self.emulation.step()
+        return None, losses
+
+    def train(self, step: int, ids: Tensor | None = None) -> None:
+        self.optimizer.zero_grad()
+        self.losses += self.feed(*self.batch(step), ids)[1]
+        self.optimizer.step()
 
 
 def lowbit(**options: Any) -> Callable[..., LowBitStage]:
