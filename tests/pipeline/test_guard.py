@@ -18,6 +18,7 @@ from lowbit.pipeline.layouts import pipeline_number
 from lowbit.wire.agreement import Agreement, Facts
 from lowbit.wire.errors import described
 from lowbit.wire.tags import PIPELINES
+from tests.damage import secret
 from tests.pipeline import toy
 from tests.pipeline.test_passes import in_one_process
 from tests.pipeline.toy import INT4, INT6, data
@@ -59,6 +60,11 @@ def other_version() -> None:
         toy.Run("1f1b", FITTING).train(0)
     finally:
         passes.__version__ = before
+
+
+def other_secret() -> None:
+    with secret(f"of rank {dist.get_rank()}"):
+        toy.Run("1f1b", FITTING).train(0)
 
 
 def other_shapes() -> None:
@@ -121,6 +127,8 @@ def mixed(codec: Codec) -> None:
         (other_pass, (1,), "kind of pass: training on rank 0 (stages 0, 2); evaluation on rank 1"),
         (other_pass, (1, 5), "kind of pass: training on rank 0 (stages 0, 2); evaluation on rank 1"),  # a new batch
         (other_version, (), "lowbit version: 9.0 on rank 0 (stage 0); 9.1 on rank 1 (stage 1)"),
+        (unlike, ("1f1b", {1: {"checksums": False}}), "checksums: on on rank 0 (stage 0); off on rank 1 (stage 1)"),
+        (other_secret, (), "LOWBIT_SECRET: one with digest "),
         (other_shapes, (), "boundary 0 forward tensors: float32 (2, 8, 24)"),
         (other_lengths, ([4, 2],), "number of stages: 4 on rank 0 (stage 0)"),
         (other_lengths, ([4, 6],), "number of stages: 4 on rank 0 (stage 0)"),
