@@ -117,10 +117,7 @@ def mixed(codec: Codec) -> None:
     [
         (unlike, ("1f1b", {1: {"forward": GroupInt(bits=3)}}), "boundary 0 forward codec: GroupInt(bits=4"),
         (unlike, ("1f1b", {0: {"backward": Cast()}}), "boundary 0 backward codec: Cast("),
-        (
-            *(unlike, ("zbv", {1: {"warmup_steps": 5}})),
-            "warm-up steps: 0 on rank 0 (stage 0) and rank 0 (stage 3); 5 on",
-        ),
+        (unlike, ("zbv", {1: {"warmup_steps": 5}}), "warm-up steps: 0 on rank 0 (stage 0) and rank 0 (stage 3); 5"),
         (unlike, ("interleaved-2", {}, 3), "training steps so far: 0 on rank 0 (stage 0)"),
         (other_micro_batches, (), "micro-batches: 4 on rank 0 (stage 0); 2 on rank 1 (stage 1)"),
         (other_pass, (0,), "kind of pass: training on rank 0 (stage 0) and rank 0 (stage 2); evaluation on rank 1"),
