@@ -28,36 +28,22 @@ def message(codec: Codec) -> int:
 # ------------------------------------------------------------------------------------------------ bytes
 
 
-def trains_with(schedule: str, forward: Any, backward: Any) -> Any:
-    run = toy.Run(schedule, toy.lowbit(forward=forward, backward=backward, timeout=30))
+@on_ranks
+def test_every_byte_is_counted() -> None:
+    run = toy.Run("interleaved-2", toy.lowbit(forward={0: INT4, 1: FP32, 2: INT4}, backward=INT6, timeout=30))
     for step in range(2):
         run.train(step)
-    return run.losses, [stage.traffic for stage in run.stages], [s.state_bytes() for s in run.stages]
-
-
-def test_every_byte_is_counted(ranks: Ranks):
-    for rank, (_, traffic, state) in enumerate(ranks.run(trains_with, "interleaved-2", INT4, INT6)):
-        for stage, sent in zip((rank, rank + 2), traffic, strict=True):
-            up, down = (2 * toy.MICRO_BATCHES * sends for sends in (stage < 3, stage > 0))
-            assert (sent.forward_bytes, sent.backward_bytes) == (up * message(INT4), down * message(INT6))
-            assert (sent.forward_elements, sent.backward_elements) == (up * SHAPE.numel(), down * SHAPE.numel())
-            assert min(sent.codec_seconds, sent.wait_seconds, sent.checksum_seconds) > 0
-            assert sent.forward_bits == (8 * message(INT4) / SHAPE.numel() if up else 0)
-            sent.reset()
-            left = type(sent)(peak_bytes=sent.held_bytes, held_bytes=sent.held_bytes)
-            assert sent == left  # room for the next step
-        assert state == [0, 0]
-
-
-def test_gradients_get_the_format_beside_that_of_each_boundary(ranks: Ranks):
-    codecs = {0: INT4, 1: FP32, 2: TransformQuant()}
-    beside = {i: backward_codec(codec) for i, codec in codecs.items()}
-    outcome, expected = (ranks.run(trains_with, "1f1b", codecs, backward, ranks=4) for backward in (None, beside))
-    for (losses, _, _), (expected_losses, _, _) in zip(outcome, expected, strict=True):
-        assert toy.same(losses, expected_losses)
-    sent = [[(t.forward_bytes, t.backward_bytes) for _, [t], _ in each] for each in (outcome, expected)]
-    sizes = [[2 * toy.MICRO_BATCHES * message(c) for c in each.values()] for each in (codecs, beside)]
-    assert sent[0] == sent[1] == list(zip([*sizes[0], 0], [0, *sizes[1]], strict=True))
+    for stage in run.stages:
+        sent, codec = stage.traffic, FP32 if stage.stage_index == 1 else INT4
+        up, down = (2 * toy.MICRO_BATCHES * sends for sends in (not stage.is_last, not stage.is_first))
+        assert (sent.forward_bytes, sent.backward_bytes) == (up * message(codec), down * message(INT6))
+        assert (sent.forward_elements, sent.backward_elements) == (up * SHAPE.numel(), down * SHAPE.numel())
+        assert min(sent.codec_seconds, sent.wait_seconds, sent.checksum_seconds) > 0
+        assert sent.forward_bits == (8 * message(codec) / SHAPE.numel() if up else 0)
+        sent.reset()
+        left = type(sent)(peak_bytes=sent.held_bytes, held_bytes=sent.held_bytes)
+        assert sent == left  # room for the next step
+        assert stage.state_bytes() == 0
 
 
 @on_ranks
@@ -233,11 +219,13 @@ def test_defaults_are_recommended_and_bad_arguments_named() -> None:
         return lambda: LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, **options)
 
     good = stage()()
-    by_default = LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU).lanes.by_name()
-    assert {lane.direction: lane.codec for lane in by_default.values()} == {
-        "forward": TransformQuant(),
-        "backward": backward_codec(TransformQuant()),
-    }
+    of_each = {0: INT4, 1: FP32, 2: INT6}
+    for given, codecs in (({}, dict.fromkeys(range(3), TransformQuant())), ({"forward": of_each}, of_each)):
+        lanes = LowBitStage(nn.Identity(), dist.get_rank(), 4, toy.CPU, **given).lanes.by_name()
+        expected = {"forward": codecs, "backward": {i: backward_codec(codec) for i, codec in codecs.items()}}
+        assert len(lanes) == 2 + 2 * dist.get_rank()
+        for lane in lanes.values():
+            assert lane.codec == expected[lane.direction][lane.boundary]
     auto, elsewhere = TransformQuant(bits="auto"), {"steps": 3, "lanes": {"boundary 7 forward": {}}}
     refused(
         (stage(forward="int4"), TypeError, "forward.*'int4'"),
