@@ -12,7 +12,8 @@ from tests.damage import secret
 HOST = Checksums.seal, lambda checksums, m, *place: not checksums.intact(m, *place)
 DEVICE = (Checksums.seal_there, lambda checksums, m, *place: bool(checksums.damage_there(m, *place)))
 on_host_and_device = pytest.mark.parametrize(("seal", "is_damaged"), [HOST, DEVICE], ids=["host", "device"])
-Seal, IsDamaged = Callable[..., None], Callable[..., bool]
+Seal = Callable[..., None]
+IsDamaged = Callable[..., bool]
 
 
 @on_host_and_device
