@@ -1,6 +1,7 @@
 """Codecs inside one process give the numbers of the pipeline."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from lowbit.pipeline.emulate import Emulation
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks
+from tests.refused import refused
 
 STEPS = 5
 
@@ -223,22 +225,17 @@ def test_a_compiled_model_gives_the_same_with_a_codec_that_learns():
         assert torch.equal(a, b)
 
 
-def test_codecs_by_boundary():
+def test_codecs_by_boundary_and_what_is_refused():
     model = nn.Sequential(nn.Identity(), nn.Identity())
-    emulate_(model, at=["0", "1"], forward={0: Cast(), 1: INT4}, backward=INT6)
-    x = torch.randn(2, 64)
-    assert torch.equal(model(x), INT4.round_trip(x))
-    with pytest.raises(ValueError, match="forward has no codec for boundary 1"):
-        emulate_(model, at=["0", "1"], forward={0: INT4}, backward=INT6)
-
-
-@pytest.mark.parametrize(
-    ("at", "said"),
-    [([], "at is"), ("0", "at is '0'"), (["9"], "names such as 0"), (["0", "0"], "twice"), ([""], "does not have")],
-)
-def test_bad_names_are_refused(at: Any, said: str):
-    model = nn.Sequential(nn.Identity())
-    with pytest.raises(ValueError, match=said):
-        emulate_(model, at=at, forward=INT4, backward=INT6)
-    x = torch.randn(2, 64)
+    x, coded = torch.randn(2, 64), partial(emulate_, model, backward=INT6)
+    refused(
+        (partial(coded, at=["0", "1"], forward={0: INT4}), ValueError, "forward has no codec for boundary 1"),
+        (partial(coded, at=[], forward=INT4), ValueError, "at is"),
+        (partial(coded, at="0", forward=INT4), ValueError, "at is '0'"),
+        (partial(coded, at=["9"], forward=INT4), ValueError, "names such as 0"),
+        (partial(coded, at=["0", "0"], forward=INT4), ValueError, "twice"),
+        (partial(coded, at=[""], forward=INT4), ValueError, "does not have"),
+    )
     assert torch.equal(model(x), x)
+    coded(at=["0", "1"], forward={0: Cast(), 1: INT4})
+    assert torch.equal(model(x), INT4.round_trip(x))

@@ -1,7 +1,8 @@
 """What senders follow: activations and gradients that cross, for weights, and for rates that reach a goal in loss."""
 
 import math
-from typing import Any, cast
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from lowbit.codecs.transform_quant.memory import FELT
 from lowbit.pipeline import emulate_
 from tests.pipeline import toy
 from tests.processes import Ranks, on_ranks
+from tests.refused import refused
 
 GOAL = TransformQuant(bits="auto", nats=0.01)
 WARM, RAISED = 3, 5  # steps before
@@ -132,17 +134,15 @@ def test_no_gradient_is_a_warning_and_the_rate_of_none(caplog: pytest.LogCapture
 
 
 def test_rates_are_raised_by_a_number_and_after_the_warm_up() -> None:
-    identity = nn.Sequential(nn.Identity())
-    with pytest.raises(
-        ValueError, match="warmup_steps is 1, and forward .*nats=0.01.*by gradients; allowed: at least 2"
-    ):
-        emulate_(identity, at=["0"], forward=GOAL, warmup_steps=1)
-    emulation = emulate_(identity, at=["0"], forward=GOAL, warmup_steps=2)
-    for wrong in (0, -1.0, math.nan, math.inf, "1", True):
-        with pytest.raises(ValueError, match="bits is .*; allowed: a number above 0"):
-            emulation.raise_rates(cast("float", wrong))
-    with pytest.raises(ValueError, match="rates cannot be raised before they are chosen"):
-        emulation.raise_rates(1.0)
+    emulate = partial(emulate_, nn.Sequential(nn.Identity()), at=["0"], forward=GOAL)
+    short = "warmup_steps is 1, and forward .*nats=0.01.*by gradients; allowed: at least 2"
+    raise_rates: Any = emulate(warmup_steps=2).raise_rates
+    wrong = (0, -1.0, math.nan, math.inf, "1", True)
+    refused(
+        (lambda: emulate(warmup_steps=1), ValueError, short),
+        *((partial(raise_rates, bits), ValueError, "bits is .*; allowed: a number above 0") for bits in wrong),
+        (lambda: raise_rates(1.0), ValueError, "rates cannot be raised before they are chosen"),
+    )
 
 
 STEPS = 4

@@ -3,6 +3,7 @@
 import json
 import pickle
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from lowbit.pipeline.layouts import MESSAGE_BYTES, _run, layout_of, parse, recei
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32
 from tests.processes import on_ranks
+from tests.refused import refused
 
 LAYOUTS = [
     torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True),
@@ -40,12 +42,6 @@ def test_what_shares_memory_or_has_gaps_arrives_without(x: torch.Tensor):
     assert facts(parse(json.dumps([stated]).encode())[0]) == facts(layout)
 
 
-@pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
-def test_what_is_not_dense_is_refused(x: torch.Tensor):
-    with pytest.raises(TypeError, match="a (sparse_coo|nested) tensor cannot cross .*; allowed: dense tensors"):
-        layout_of(x)
-
-
 @on_ranks
 def test_every_layout_arrives_as_it_is() -> None:
     for layouts in (LAYOUTS, []):
@@ -53,11 +49,6 @@ def test_every_layout_arrives_as_it_is() -> None:
             send_layouts(layouts, None, 1, toy.CPU, 20)
         else:
             assert [facts(x) for x in receive_layouts(None, 0, toy.CPU, 20)] == [facts(x) for x in layouts]
-
-
-def test_what_has_no_room_is_refused():
-    with pytest.raises(ValueError, match="the layouts of 1000 tensors .* allowed: 16384"):
-        send_layouts([torch.empty(2)] * 1000, None, 0, toy.CPU, 20)
 
 
 GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}
@@ -81,17 +72,19 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", BAD, ids=str)
-def test_layouts_that_cannot_be_are_refused(change: dict[str, Any]):
+def test_layouts_that_cannot_be_or_cross_are_refused():
     assert facts(*parse(json.dumps([GOOD]).encode())) == facts(torch.empty(2, 3))
-    with pytest.raises(ValueError, match="is not the layout of a tensor"):
-        parse(json.dumps([GOOD | change]).encode())
-
-
-@pytest.mark.parametrize("text", [b'{"shape": [2]}', b"1", b'"text"', b"[1]", b"[[]]", b""])
-def test_what_is_no_list_of_layouts_is_refused(text: bytes):
-    with pytest.raises(ValueError, match="is no|Expecting value"):
-        parse(text)
+    changed = [json.dumps([GOOD | change]).encode() for change in BAD]
+    no_lists = (b'{"shape": [2]}', b"1", b'"text"', b"[1]", b"[[]]", b"")
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    many = [torch.empty(2)] * 1000
+    refused(
+        *((partial(parse, text), ValueError, "is not the layout of a tensor") for text in changed),
+        *((partial(parse, text), ValueError, "is no|Expecting value") for text in no_lists),
+        (lambda: layout_of(torch.eye(3).to_sparse()), TypeError, "a sparse_coo tensor cannot cross .*: dense tensors"),
+        (lambda: layout_of(nested), TypeError, "a nested tensor cannot cross .*; allowed: dense tensors"),
+        (lambda: send_layouts(many, None, 0, toy.CPU, 20), ValueError, "the layouts of 1000 tensors .* allowed: 16384"),
+    )
 
 
 class Opened:
