@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TransformQuant
+from lowbit.pipeline import passes
 from lowbit.pipeline.layouts import pipeline_number
 from lowbit.wire.agreement import Agreement, Facts
 from lowbit.wire.errors import described
@@ -53,13 +55,8 @@ def other_pass(steps: int, length: int = 8) -> None:
 
 
 def other_version() -> None:
-    from lowbit.pipeline import passes
-
-    before, passes.__version__ = passes.__version__, f"9.{dist.get_rank()}"
-    try:
+    with mock.patch.object(passes, "__version__", f"9.{dist.get_rank()}"):
         toy.Run("1f1b", FITTING).train(0)
-    finally:
-        passes.__version__ = before
 
 
 def other_secret() -> None:
@@ -180,20 +177,18 @@ def test_what_no_boundary_can_code_is_the_same_error(ranks: Ranks):
 @on_ranks
 def test_kernels_are_compiled_before_a_peer_waits_for_a_message() -> None:
     """Codecs have been used by the time that a rank says what its boundaries carry."""
-    used, states, exchanged = [], [], Agreement.exchange
-    encode = GroupInt._encode
+    used, states, exchanged, encode = [], [], Agreement.exchange, GroupInt._encode
 
     def exchange(self: Agreement, facts: Mapping[int, Facts], names: Sequence[str]) -> Any:
         about_shapes = any("payload bytes" in name for each in facts.values() for name in each)
         states.append((len(used), about_shapes))
         return exchanged(self, facts, names)
 
-    GroupInt._encode = lambda self, x, payload: (used.append(self), encode(self, x, payload))
-    Agreement.exchange = exchange
-    try:
+    with (
+        mock.patch.object(GroupInt, "_encode", lambda self, *args: (used.append(self), encode(self, *args))),
+        mock.patch.object(Agreement, "exchange", exchange),
+    ):
         toy.Run("1f1b", toy.lowbit(forward=GroupInt(bits=3, group=56), backward=INT6)).train(0)
-    finally:
-        GroupInt._encode, Agreement.exchange = encode, exchanged
     assert next(count for count, about_shapes in states if about_shapes) >= 1
 
 

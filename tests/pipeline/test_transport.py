@@ -231,18 +231,6 @@ def test_a_process_ends_as_it_should_while_a_message_is_never_taken(tmp_path: Pa
     assert not any("terminate called" in errors for _, errors in outputs)
 
 
-def test_the_peak_counts_from_what_is_held():
-    traffic = Traffic()
-    for nbytes in (5, 7, -5, 1, -1):
-        traffic.hold(nbytes)
-    assert (traffic.peak_bytes, traffic.held_bytes) == (12, 7)
-    traffic.reset()
-    assert (traffic.peak_bytes, traffic.held_bytes) == (7, 7)
-    traffic.hold(-7)
-    traffic.hold(3)
-    assert (traffic.peak_bytes, traffic.held_bytes) == (7, 3)
-
-
 @on_ranks(1)
 def test_payloads_land_on_the_device_of_the_tensors() -> None:
     layout = torch.empty(2, 3, dtype=torch.bfloat16, device="meta")
