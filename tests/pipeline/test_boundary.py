@@ -21,8 +21,12 @@ def ready(lane: Lane, *slots: Slot, step: StepKind = StepKind(), micro_batches: 
     return lane
 
 
-def lane(codec: Codec, *slots: Slot) -> Lane:
-    return ready(Lane(1, "forward", codec, "cpu", Traffic()), *(slots or (SLOT,)))
+def unused(codec: Codec) -> Lane:
+    return Lane(1, "forward", codec, "cpu", Traffic())
+
+
+def lane(codec: Codec, *slots: Slot, step: StepKind = StepKind()) -> Lane:
+    return ready(unused(codec), *(slots or (SLOT,)), step=step)
 
 
 def crosses(codec: Codec, x: Tensor, step: StepKind = StepKind()) -> tuple[Tensor, int]:
@@ -106,7 +110,7 @@ def test_shapes_that_share_what_a_codec_keeps():
     assert sender.states.nbytes() == receiver.states.nbytes() > 4 * 16 * 64
     [(name, state)] = sender.states.state_dict().items()
     assert (name, state["messages"]) == ("tensor 0, width 64", 3)
-    again = Lane(1, "forward", codec, "cpu", Traffic())
+    again = unused(codec)
     again.states.load_state_dict(sender.states.state_dict())
     for end in (again, sender):
         ready(end, (small, torch.float32))
@@ -128,10 +132,7 @@ def near(seed: int, shape: torch.Size = SHAPE) -> Tensor:
 
 
 def unsettled(*slots: Slot) -> tuple[Lane, Lane]:
-    sender, receiver = (Lane(1, "forward", AUTO, "cpu", Traffic()) for _ in range(2))
-    for end in (sender, receiver):
-        ready(end, *(slots or (SLOT,)), step=FULL)
-    return sender, receiver
+    return lane(AUTO, *slots, step=FULL), lane(AUTO, *slots, step=FULL)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -189,7 +190,7 @@ def test_without_a_choice_nothing_is_coded():
 def test_micro_batches_may_differ_in_what_crosses():
     """And a lane that is told of other tensors goes on with what it has learned of the ones before."""
     slots = [[(torch.Size((n, 3, 64)), torch.float32)] for n in (2, 2, 1)]
-    sender, receiver = (Lane(1, "forward", INT4, "cpu", Traffic()) for _ in range(2))
+    sender, receiver = (unused(INT4) for _ in range(2))
     assert sender.messages(0) == 0, "nothing crosses yet"
     for end in (sender, receiver):
         for each in slots:
