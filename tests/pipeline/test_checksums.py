@@ -53,17 +53,21 @@ def test_a_flipped_bit_names_sender_boundary_and_step(ranks: Ranks, transport: s
 
 
 @pytest.mark.parametrize("transport", ["early", "in order"])
-@pytest.mark.parametrize(("old", "new"), [(1, N + 2), (N + 1, N + 2)], ids=["step", "micro-batch"])
-def test_a_message_of_another_step_or_place_is_noticed(ranks: Ranks, transport: str, old: int, new: int):
-    error, text, culprit, _ = ranks.run(trained, transport, 0, Replay(old, new))[1]
+@pytest.mark.parametrize(
+    ("change", "evaluated", "place"),
+    [
+        (Replay(1, N + 2), False, "micro-batch 1, tensor 0, step 2: "),
+        (Replay(N + 1, N + 2), False, "micro-batch 1, tensor 0, step 2: "),
+        (Flip(4), True, "micro-batch 3, tensor 0, evaluation after step 1:"),  # the first is the announcement
+    ],
+    ids=["step", "micro-batch", "evaluation"],
+)
+def test_a_message_of_another_step_or_place_is_noticed_and_damage_in_evaluation(
+    ranks: Ranks, transport: str, change: Any, evaluated: bool, place: str
+):
+    error, text, culprit, _ = ranks.run(trained, transport, 0, change, evaluated)[1]
     assert (error, culprit) == ("DamagedError", 0)
-    assert text.startswith("boundary 0 forward, micro-batch 1, tensor 0, step 2: ")
-
-
-@pytest.mark.parametrize("transport", ["early", "in order"])
-def test_evaluation_is_checked_too(ranks: Ranks, transport: str):
-    _, text, _, _ = ranks.run(trained, transport, 0, Flip(4), True)[1]  # the first is the announcement
-    assert text.startswith("boundary 0 forward, micro-batch 3, tensor 0, evaluation after step 1:")
+    assert text.startswith(f"boundary 0 forward, {place}")
 
 
 @on_ranks

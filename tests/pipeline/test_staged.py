@@ -17,7 +17,6 @@ from lowbit.codecs import AQSGD, Cast, TAHQuant
 from lowbit.collectives import PeerError
 from lowbit.pipeline import Traffic, transport
 from lowbit.pipeline import stage as stage_module
-from lowbit.pipeline.layouts import receive_layouts, send_layouts
 from lowbit.pipeline.transport import CudaStreams, Early, InOrder, Staged
 from lowbit.wire import mailbox
 from lowbit.wire.checksum import Checksums
@@ -196,19 +195,6 @@ def test_a_send_that_can_not_start_names_the_peer() -> None:
                 transport.drain()
         assert caught.value.rank == 1
     dist.barrier()
-
-
-@on_ranks
-def test_layouts_travel_where_the_process_group_can_reach_them() -> None:
-    stage = toy.lowbit(timeout=20, **FIT)(toy.Block().to("meta"), dist.get_rank(), 2, toy.CPU)
-    stage.device = torch.device("meta")
-    layout = torch.empty(2, 3, device="meta", dtype=torch.bfloat16).t().requires_grad_()
-    if stage.is_first:
-        send_layouts([layout], None, 1, stage.lanes.transport.device, 20)
-        return
-    [found] = receive_layouts(None, 0, stage.lanes.transport.device, 20)
-    facts = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (found, layout)]
-    assert facts[0] == facts[1]
 
 
 CUDA = torch.device("cuda", 0)
