@@ -29,7 +29,7 @@ from lowbit.job.process_group import (
 from lowbit.wire.pytorch import default_group
 from lowbit.wire.store import of_attempt
 from tests.forked import CONTEXT
-from tests.processes import Failure, Ranks
+from tests.processes import Ranks, on_ranks
 
 
 @pytest.fixture
@@ -122,13 +122,6 @@ def test_an_open_run_is_warned_of(
     assert "LOWBIT_SECRET is not set: whoever reaches 127.0.0.1:" in caplog.text
 
 
-@pytest.mark.parametrize("port", ["", "x", "-1", "65536", "29400.0"])
-def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str):
-    monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(ConfigError, match=f"MASTER_PORT is '{port}'; allowed: 0 to 65535"):
-        master_port()
-
-
 def _proves(secrets: dict[int, bytes], patience: float = 20) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if rank in secrets:
@@ -146,31 +139,27 @@ def test_ranks_with_one_secret_meet_and_who_does_not_come_is_named(ranks: Ranks)
     assert second is None
 
 
-def test_who_does_not_know_the_secret_is_named_on_all_ranks(ranks: Ranks):
-    outcomes = ranks.outcomes(_proves, {0: b"a", 1: b"", 2: b"a"}, ranks=3)
-    assert [o.kind for o in outcomes] == ["MeetingError"] * 3
-    for rank, strangers in ((0, "rank 1"), (1, "rank 0, rank 2"), (2, "rank 1")):
-        expected = f"{strangers} did not prove knowledge of this run's secret to rank {rank}"
-        assert outcomes[rank].text.startswith(expected)
-
-
-def _pretends(garbage: bytes) -> None:
-    """Rank 1 writes these bytes; without any, the proof of rank 0."""
-    store = PrefixStore("pretends", default_group().get_group_store())
-    if dist.get_rank() == 0:
-        store.set("hello/0", "1" * 32)
-        prove(store, 0, 2, secret=b"a", patience=20)
-    else:
-        store.set("hello/1", garbage or "0" * 32)
-        store.set("proof/1", garbage or store.get("proof/0"))
+@on_ranks(3)
+def test_who_does_not_know_the_secret_is_named_on_all_ranks() -> None:
+    rank = dist.get_rank()
+    strangers = "rank 0, rank 2" if rank == 1 else "rank 1"
+    expected = f"^{strangers} did not prove knowledge of this run's secret to rank {rank}"
+    with pytest.raises(MeetingError, match=expected):
+        _proves({0: b"a", 1: b"", 2: b"a"})
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff\0[" * 1000], ids=["replayed", "garbage"])
-def test_the_proof_of_another_rank_and_garbage_prove_nothing(ranks: Ranks, garbage: bytes):
-    first, second = ranks.outcomes(_pretends, garbage)
-    assert isinstance(first, Failure)
-    assert first.text.startswith("rank 1 did not prove knowledge of this run's secret to rank 0")
-    assert second is None
+@on_ranks
+def test_the_proof_of_another_rank_and_garbage_prove_nothing(garbage: bytes) -> None:
+    """Rank 1 writes these bytes; without any, the proof of rank 0."""
+    store = PrefixStore("pretends", default_group().get_group_store())
+    if dist.get_rank() == 1:
+        store.set("hello/1", garbage or "0" * 32)
+        store.set("proof/1", garbage or store.get("proof/0"))
+        return
+    store.set("hello/0", "1" * 32)
+    with pytest.raises(MeetingError, match="^rank 1 did not prove knowledge of this run's secret to rank 0"):
+        prove(store, 0, 2, secret=b"a", patience=20)
 
 
 def test_a_store_survives_what_is_no_message():
@@ -216,6 +205,10 @@ def test_the_launcher_tells_the_rank_and_half_an_environment_is_refused(environm
     for name, value in WHOLE.items():
         environment.setenv(name, value)
     assert world() == (1, 3)
+    for port in ("", "x", "-1", "65536", "29400.0"):
+        environment.setenv("MASTER_PORT", port)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT is '{port}'; allowed: 0 to 65535"):
+            master_port()
     for name in ("WORLD_SIZE", "MASTER_PORT"):
         environment.delenv(name)
     with pytest.raises(ConfigError, match="has RANK, MASTER_ADDR but not WORLD_SIZE, MASTER_PORT"):

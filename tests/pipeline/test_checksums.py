@@ -1,42 +1,26 @@
 """Damage on the way between two stages: noticed over every transport, before an optimizer uses what came of it."""
 
-import contextlib
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from lowbit.pipeline import AgreementError, DamagedError, LowBitStage, PeerError
-from lowbit.pipeline import stage as stage_module
-from lowbit.pipeline.transport import InOrder
+from lowbit.pipeline import DamagedError, PeerError
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.collectives.traffic import sent_bytes
-from tests.damage import Flip, Replay, on_the_way, secret
+from tests.damage import Flip, Replay, on_the_way
 from tests.pipeline import toy
-from tests.pipeline.test_staged import staged_on
+from tests.pipeline.test_staged import FIT, over
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks, on_ranks
 
 N = toy.MICRO_BATCHES
 
 
-@contextlib.contextmanager
-def over(transport: str) -> Any:
-    before = stage_module.choose
-    with staged_on((0, 1)) if transport == "staged" else contextlib.nullcontext():
-        if transport == "in order":
-            stage_module.choose = InOrder
-        try:
-            yield
-        finally:
-            stage_module.choose = before
-
-
 def trained(transport: str, sender: int, change: Any, evaluated: bool = False) -> tuple[str, str, int, int]:
     """Steps, or a step and evaluations, until something that a rank sends is changed on its way."""
     with over(transport):
-        run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
+        run = toy.Run("1f1b", toy.lowbit(timeout=10, **FIT))
     if evaluated:
         run.train(0)
     with on_the_way(sender, change):
@@ -69,25 +53,29 @@ def test_a_flipped_bit_names_sender_boundary_and_step(ranks: Ranks, transport: s
 
 
 @pytest.mark.parametrize("transport", ["early", "in order"])
-@pytest.mark.parametrize(("old", "new"), [(1, N + 2), (N + 1, N + 2)], ids=["step", "micro-batch"])
-def test_a_message_of_another_step_or_place_is_noticed(ranks: Ranks, transport: str, old: int, new: int):
-    error, text, culprit, _ = ranks.run(trained, transport, 0, Replay(old, new))[1]
+@pytest.mark.parametrize(
+    ("change", "evaluated", "place"),
+    [
+        (Replay(1, N + 2), False, "micro-batch 1, tensor 0, step 2: "),
+        (Replay(N + 1, N + 2), False, "micro-batch 1, tensor 0, step 2: "),
+        (Flip(4), True, "micro-batch 3, tensor 0, evaluation after step 1:"),  # the first is the announcement
+    ],
+    ids=["step", "micro-batch", "evaluation"],
+)
+def test_a_message_of_another_step_or_place_is_noticed_and_damage_in_evaluation(
+    ranks: Ranks, transport: str, change: Any, evaluated: bool, place: str
+):
+    error, text, culprit, _ = ranks.run(trained, transport, 0, change, evaluated)[1]
     assert (error, culprit) == ("DamagedError", 0)
-    assert text.startswith("boundary 0 forward, micro-batch 1, tensor 0, step 2: ")
-
-
-@pytest.mark.parametrize("transport", ["early", "in order"])
-def test_evaluation_is_checked_too(ranks: Ranks, transport: str):
-    _, text, _, _ = ranks.run(trained, transport, 0, Flip(4), True)[1]  # the first is the announcement
-    assert text.startswith("boundary 0 forward, micro-batch 3, tensor 0, evaluation after step 1:")
+    assert text.startswith(f"boundary 0 forward, {place}")
 
 
 @on_ranks
 def test_nothing_that_is_damaged_is_decoded() -> None:
-    run = toy.Run("gpipe", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
+    run = toy.Run("gpipe", toy.lowbit(timeout=10, **FIT))
     run.train(0)
     if dist.get_rank() == 1:
-        lane = run.stages[0].lanes.forward(outgoing=False)  # type: ignore[attr-defined]
+        lane = run.stages[0].lanes.forward(outgoing=False)
         decode, decoded = lane.decode, []
         lane.decode = lambda *args: (decoded.append(args), decode(*args))
         with pytest.raises(DamagedError):
@@ -98,55 +86,24 @@ def test_nothing_that_is_damaged_is_decoded() -> None:
         run.train(1)
 
 
-def announced() -> str:
-    run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
+@on_ranks
+def test_a_damaged_announcement_is_noticed() -> None:
+    run = toy.Run("1f1b", toy.lowbit(timeout=10, **FIT))
     run.train(0)
-    with on_the_way(0, Flip(0)):
-        try:
-            run.train(1)
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def test_a_damaged_announcement_is_noticed(ranks: Ranks):
-    told, text = ranks.run(announced)
-    assert text.startswith("the announcement of pass 2 is damaged: it does not fit the checksum")
-    assert told == f"rank 1 (stage 1) gave up: DamagedError: {text}"
-
-
-def disagreeing(checksums: dict[int, bool], secrets: dict[int, str]) -> str:
-    rank = dist.get_rank()
-    on = checksums.get(rank, True)
-    with secret(secrets.get(rank, "same")):
-        run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, checksums=on, timeout=10))
-        try:
-            run.train(0)
-        except AgreementError as error:
-            return str(error)
-    return ""
-
-
-def test_ranks_must_agree_on_checksums_and_secret(ranks: Ranks):
-    expected = "the ranks do not agree:\n  checksums: on on rank 0 (stage 0); off on rank 1 (stage 1)"
-    assert ranks.run(disagreeing, {1: False}, {}) == [expected] * 2
-    texts = ranks.run(disagreeing, {}, {0: "another"})
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("the ranks do not agree:\n  LOWBIT_SECRET: one with digest ")
-    assert "another" not in texts[0]
+    damage = "the announcement of pass 2 is damaged: it does not fit the checksum"
+    said = damage if dist.get_rank() else rf"rank 1 \(stage 1\) gave up: DamagedError: {damage}"
+    with on_the_way(0, Flip(0)), pytest.raises(RuntimeError, match=f"^{said}"):
+        run.train(1)
 
 
 def sizes(transport: str, checksums: bool) -> Any:
     """Losses of two steps, and the bytes that this stage says it sent."""
     with over(transport):
-        options = {"warmup_steps": 1, "checksums": checksums}
-        run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, **options))
+        run = toy.Run("1f1b", toy.lowbit(warmup_steps=1, checksums=checksums, **FIT))
     with sent_bytes() as sent:
         for step in range(2):
             run.train(step)
-    (stage,) = run.stages
-    assert isinstance(stage, LowBitStage)
-    traffic = stage.traffic
+    traffic = run.stages[0].traffic
     if transport != "in order":
         assert sum(sent) == traffic.forward_bytes + traffic.backward_bytes + traffic.announced_bytes
     return run.losses, traffic.forward_bytes + traffic.backward_bytes
@@ -160,5 +117,5 @@ def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(ranks:
     for (losses, few), (more_losses, more), codec in zip(off, on, (INT4, INT6), strict=True):
         assert few == N * (plain + codec.nbytes(shape))
         assert more == few + 2 * N * CHECKSUM_BYTES
-        assert all(torch.equal(a, b) for a, b in zip(losses, more_losses, strict=True))
+        assert toy.same(losses, more_losses)
     assert len(off[1][0]) == 2 * N

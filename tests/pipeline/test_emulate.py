@@ -1,6 +1,8 @@
 """Codecs inside one process give the numbers of the pipeline."""
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -8,42 +10,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.codecs import AQSGD, Cast, Codec, TAHQuant, TransformQuant
-from lowbit.pipeline import LowBitStage, emulate_
+from lowbit.pipeline import emulate_
+from lowbit.pipeline.emulate import Emulation
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks
+from tests.refused import refused
 
 STEPS = 5
 
 
-def pipeline(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses of a real pipeline, and the gradients of the last step; batches come twice."""
-    options = {"forward": forward, "backward": backward, "warmup_steps": 1, "timeout": 30}
-    run = toy.Run("1f1b", toy.lowbit(**options))
-    grads = []
+def trained(in_pipeline: bool, forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses, and the gradients of the last step; batches come twice."""
+    options: Any = {"forward": forward, "backward": backward, "warmup_steps": 1}
+    run = toy.Run("1f1b", toy.lowbit(**options, timeout=30)) if in_pipeline else toy.Emulated(**options)
     for step in range(STEPS):
-        for stage in run.stages:
-            stage.set_samples(ids(step))
-        grads = run.train(step % 2)
-    return run.losses, grads
-
-
-def ids(step: int) -> Tensor:
-    return torch.arange(toy.ROWS * toy.MICRO_BATCHES) + 1000 * (step % 2)
-
-
-def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Tensor]]:
-    model = nn.Sequential(*toy.blocks(2))
-    emulation = emulate_(model, at=["0"], forward=forward, backward=backward, warmup_steps=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        samples = ids(step).split(toy.ROWS)
-        losses += toy.alone(model, *toy.batch(step % 2), lambda i, samples=samples: emulation.set_samples(samples[i]))
-        optimizer.step()
-        emulation.step()
-    return losses, [p.grad for p in model.parameters() if p.grad is not None]
+        number = step % 2
+        ids = torch.arange(toy.ROWS * toy.MICRO_BATCHES) + 1000 * number
+        if isinstance(run, toy.Run):
+            run.stages[0].set_samples(ids)
+            run.train(number)
+        else:
+            run.train(number, ids)
+    return run.losses, [p.grad for p in run.parameters if p.grad is not None]
 
 
 @pytest.mark.parametrize(
@@ -58,13 +47,13 @@ def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Ten
     ids=["tah-quant", "int4", "aq-sgd", "transform", "transform-auto"],
 )
 def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backward: Codec):
-    (_, first), (losses, last) = ranks.run(pipeline, forward, backward)
+    (_, first), (losses, last) = ranks.run(trained, True, forward, backward)
     # In a process like the ranks': the number of threads changes the last bit of a matrix product.
-    [(expected_losses, expected_grads)] = ranks.run(one_process, forward, backward, ranks=1)
-    assert torch.equal(torch.stack(losses), torch.stack(expected_losses))
-    assert all(torch.equal(a, b) for a, b in zip(first + last, expected_grads, strict=True))
-    [(plain, _)] = ranks.run(one_process, Cast(), Cast(), ranks=1)
-    assert not torch.equal(torch.stack(losses), torch.stack(plain))
+    [(expected_losses, expected_grads)] = ranks.run(trained, False, forward, backward, ranks=1)
+    assert toy.same(losses, expected_losses)
+    assert toy.same(first + last, expected_grads)
+    [(plain, _)] = ranks.run(trained, False, Cast(), Cast(), ranks=1)
+    assert not toy.same(losses, plain)
 
 
 WARM = 3  # ends between the two batches of an optimizer's step
@@ -73,29 +62,16 @@ WARM = 3  # ends between the two batches of an optimizer's step
 def accumulating(in_pipeline: bool, codec: Codec) -> tuple[list[Tensor], list[int]]:
     """Losses where gradients of two batches add up, and the bytes sent forward for each batch."""
     options: Any = {"forward": codec, "backward": codec, "warmup_steps": WARM}
+    run = toy.Run("1f1b", toy.lowbit(**options, timeout=30)) if in_pipeline else toy.Emulated(**options)
+    traffic = run.stages[0].traffic if isinstance(run, toy.Run) else run.emulation.traffic
     losses, sent = [], []
-    if in_pipeline:
-        run = toy.Run("1f1b", toy.lowbit(**options, timeout=30))
-        optimizer, losses = run.optimizer, run.losses
-        traffic = [cast("LowBitStage", stage).traffic for stage in run.stages]
-    else:
-        model = nn.Sequential(*toy.blocks(2))
-        emulation = emulate_(model, at=["0"], **options)
-        optimizer, traffic = torch.optim.SGD(model.parameters(), lr=0.1), [emulation.traffic]
     for number in range(8):
-        before = sum(t.forward_bytes for t in traffic)
-        x, target = toy.batch(number)
-        if in_pipeline:
-            found: list[Tensor] = []
-            run.runner.step(*([x] if run.first else []), target=target, losses=found)
-            losses += [loss.detach() for loss in found]
-        else:
-            losses += toy.alone(model, x, target)
-            emulation.step()
-        sent.append(sum(t.forward_bytes for t in traffic) - before)
+        before = traffic.forward_bytes
+        losses += run.feed(*toy.batch(number))[1]
+        sent.append(traffic.forward_bytes - before)
         if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
     return losses, sent
 
 
@@ -103,7 +79,7 @@ def accumulating(in_pipeline: bool, codec: Codec) -> tuple[list[Tensor], list[in
 def test_warm_up_counts_batches_under_gradient_accumulation(ranks: Ranks, codec: Codec):
     (_, sent), (losses, _) = ranks.run(accumulating, True, codec)
     [(expected, expected_sent)] = ranks.run(accumulating, False, codec, ranks=1)
-    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert toy.same(losses, expected)
     assert sent == expected_sent
     assert max(sent[WARM:]) < min(sent[:WARM])
 
@@ -111,6 +87,21 @@ def test_warm_up_counts_batches_under_gradient_accumulation(ranks: Ranks, codec:
 class Named(NamedTuple):
     hidden: Tensor
     other: Any
+
+
+def of_hugging_face(y: Tensor) -> Any:
+    return pytest.importorskip("transformers.modeling_outputs").BaseModelOutput(last_hidden_state=y)
+
+
+CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda y: y,
+    "tuple": lambda y: (y, "kept"),
+    "list": lambda y: [y, "kept"],
+    "named": lambda y: Named(y, "kept"),
+    "mapping": lambda y: {"hidden": y, "other": "kept"},
+    "nested": lambda y: ((y, "kept"), "kept"),
+    "hugging face": of_hugging_face,
+}
 
 
 class Wrap(nn.Module):
@@ -121,17 +112,7 @@ class Wrap(nn.Module):
         self.kind = kind
 
     def forward(self, x: Tensor) -> Any:
-        y = x * 1
-        if self.kind == "hugging face":
-            return pytest.importorskip("transformers.modeling_outputs").BaseModelOutput(last_hidden_state=y)
-        return {
-            "tensor": y,
-            "tuple": (y, "kept"),
-            "list": [y, "kept"],
-            "named": Named(y, "kept"),
-            "mapping": {"hidden": y, "other": "kept"},
-            "nested": ((y, "kept"), "kept"),
-        }[self.kind]
+        return CONTAINERS[self.kind](x * 1)
 
 
 def first_of(output: Any) -> Tensor:
@@ -140,13 +121,13 @@ def first_of(output: Any) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "named", "mapping", "nested", "hugging face"])
+@pytest.mark.parametrize("kind", CONTAINERS)
 def test_the_first_tensor_of_any_container_is_coded(kind: str):
     model = nn.Sequential(Wrap(kind))
     emulate_(model, at=["0"], forward=INT4, backward=INT6)
     x = torch.randn(4, 64, requires_grad=True)
     output = model(x)
-    assert type(output) is type(Wrap(kind)(x))
+    assert type(output) is type(CONTAINERS[kind](x))
     assert torch.equal(first_of(output), INT4.round_trip(x.detach()))
     grad = torch.randn(4, 64)
     first_of(output).backward(grad)
@@ -155,22 +136,28 @@ def test_the_first_tensor_of_any_container_is_coded(kind: str):
         assert "kept" in (output.values() if kind == "mapping" else output)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(2, 3, 64), (3, 0), (5,)])
-def test_dtypes_and_shapes(dtype: torch.dtype, shape: tuple[int, ...]):
+def identity(forward: Codec = INT4, **options: Any) -> tuple[nn.Sequential, Emulation]:
     model = nn.Sequential(nn.Identity())
-    emulate_(model, at=["0"], forward=INT4, backward=INT6)
-    x = torch.randn(shape).to(dtype)
-    y = model(x)
-    assert (y.shape, y.dtype) == (x.shape, dtype)
-    assert torch.equal(y, INT4.round_trip(x))
+    return model, emulate_(model, at=["0"], forward=forward, backward=INT6, **options)
+
+
+def test_floating_tensors_are_coded_whatever_autocast_says_and_integers_refused():
+    for forward, shape in ((INT4, (2, 3, 64)), (INT4, (3, 0)), (INT4, (5,)), (TAHQuant(), (2, 4, 64))):
+        model, _ = identity(forward)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.randn(shape).to(dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward is not INT4):
+                y = model(x)
+            assert (y.shape, y.dtype) == (x.shape, dtype)
+            assert torch.equal(y, forward.round_trip(x))
+    with pytest.raises(TypeError, match="int64"):
+        model(torch.arange(3))
 
 
 def test_evaluation_is_coded_unless_told_otherwise_and_remove_restores_the_model():
     x = torch.randn(2, 64)
     for in_evaluation in (True, False):
-        model = nn.Sequential(nn.Identity())
-        emulation = emulate_(model, at=["0"], forward=INT4, backward=INT6, in_evaluation=in_evaluation)
+        model, emulation = identity(in_evaluation=in_evaluation)
         assert not torch.equal(model(x), x)
         with torch.no_grad():
             assert torch.equal(model.eval()(x), INT4.round_trip(x) if in_evaluation else x)
@@ -180,8 +167,7 @@ def test_evaluation_is_coded_unless_told_otherwise_and_remove_restores_the_model
 
 
 def test_a_codec_that_remembers_samples_leaves_evaluation_alone():
-    model = nn.Sequential(nn.Identity())
-    emulation = emulate_(model, at=["0"], forward=AQSGD(inner=INT4), backward=INT6)
+    model, emulation = identity(AQSGD(inner=INT4))
     x = torch.randn(2, 64)
     with pytest.raises(ValueError, match="set_samples"):
         model(x)
@@ -201,14 +187,10 @@ def checkpointed(forward: Codec, *, reentrant: bool | None, warmup_steps: int = 
     for step in range(2):
         x = model[0](toy.batch(step)[0])
         inside = nn.Sequential(model[1], model[2])
-        if reentrant is None:
-            y = inside(x)
-        else:
-            y = checkpoint(inside, x, use_reentrant=reentrant)
+        y = inside(x) if reentrant is None else checkpoint(inside, x, use_reentrant=reentrant)
         y.square().mean().backward()
         emulation.step()
-    traffic = emulation.traffic
-    sent = (traffic.forward_bytes, traffic.backward_bytes)
+    sent = emulation.traffic.forward_bytes, emulation.traffic.backward_bytes
     return [p.grad for p in model.parameters()], sent, emulation.chosen()
 
 
@@ -243,33 +225,17 @@ def test_a_compiled_model_gives_the_same_with_a_codec_that_learns():
         assert torch.equal(a, b)
 
 
-def test_codecs_by_boundary():
+def test_codecs_by_boundary_and_what_is_refused():
     model = nn.Sequential(nn.Identity(), nn.Identity())
-    emulate_(model, at=["0", "1"], forward={0: Cast(), 1: INT4}, backward=INT6)
-    x = torch.randn(2, 64)
-    assert torch.equal(model(x), INT4.round_trip(x))
-    with pytest.raises(ValueError, match="forward has no codec for boundary 1"):
-        emulate_(model, at=["0", "1"], forward={0: INT4}, backward=INT6)
-
-
-@pytest.mark.parametrize(
-    ("at", "said"),
-    [([], "at is"), ("0", "at is '0'"), (["9"], "names such as 0"), (["0", "0"], "twice"), ([""], "does not have")],
-)
-def test_bad_names_are_refused(at: Any, said: str):
-    model = nn.Sequential(nn.Identity())
-    with pytest.raises(ValueError, match=said):
-        emulate_(model, at=at, forward=INT4, backward=INT6)
-    x = torch.randn(2, 64)
+    x, coded = torch.randn(2, 64), partial(emulate_, model, backward=INT6)
+    refused(
+        (partial(coded, at=["0", "1"], forward={0: INT4}), ValueError, "forward has no codec for boundary 1"),
+        (partial(coded, at=[], forward=INT4), ValueError, "at is"),
+        (partial(coded, at="0", forward=INT4), ValueError, "at is '0'"),
+        (partial(coded, at=["9"], forward=INT4), ValueError, "names such as 0"),
+        (partial(coded, at=["0", "0"], forward=INT4), ValueError, "twice"),
+        (partial(coded, at=[""], forward=INT4), ValueError, "does not have"),
+    )
     assert torch.equal(model(x), x)
-
-
-def test_autocast_does_not_reach_into_the_codec_and_integers_are_refused():
-    model = nn.Sequential(nn.Identity())
-    emulate_(model, at=["0"], forward=TAHQuant(), backward=INT6)
-    x = torch.randn(2, 4, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    assert torch.equal(y, TAHQuant().round_trip(x))
-    with pytest.raises(TypeError, match="int64"):
-        model(torch.arange(3))
+    coded(at=["0", "1"], forward={0: Cast(), 1: INT4})
+    assert torch.equal(model(x), INT4.round_trip(x))

@@ -2,7 +2,10 @@
 
 import json
 import pickle
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from lowbit.collectives import PeerError
 from lowbit.pipeline.layouts import MESSAGE_BYTES, _run, layout_of, parse, receive_layouts, send_layouts
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32
-from tests.processes import Ranks
+from tests.processes import on_ranks
+from tests.refused import refused
 
 LAYOUTS = [
     torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True),
@@ -38,26 +42,13 @@ def test_what_shares_memory_or_has_gaps_arrives_without(x: torch.Tensor):
     assert facts(parse(json.dumps([stated]).encode())[0]) == facts(layout)
 
 
-@pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
-def test_what_is_not_dense_is_refused(x: torch.Tensor):
-    with pytest.raises(TypeError, match="a (sparse_coo|nested) tensor cannot cross .*; allowed: dense tensors"):
-        layout_of(x)
-
-
-def told(layouts: list[Any]) -> Any:
-    if dist.get_rank() == 0:
-        return send_layouts(layouts, None, 1, toy.CPU, 20)
-    return [facts(x) for x in receive_layouts(None, 0, toy.CPU, 20)]
-
-
-def test_every_layout_arrives_as_it_is(ranks: Ranks):
-    assert ranks.run(told, LAYOUTS)[1] == [facts(x) for x in LAYOUTS]
-    assert ranks.run(told, [])[1] == []
-
-
-def test_what_has_no_room_is_refused():
-    with pytest.raises(ValueError, match="the layouts of 1000 tensors .* allowed: 16384"):
-        send_layouts([torch.empty(2)] * 1000, None, 0, toy.CPU, 20)
+@on_ranks
+def test_every_layout_arrives_as_it_is() -> None:
+    for layouts in ([layout_of(x) for x in LAYOUTS], []):
+        if dist.get_rank() == 0:
+            send_layouts(layouts, None, 1, toy.CPU, 20)
+        else:
+            assert [facts(x) for x in receive_layouts(None, 0, toy.CPU, 20)] == [*map(facts, LAYOUTS[: len(layouts)])]
 
 
 GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}
@@ -81,17 +72,19 @@ BAD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("change", BAD, ids=str)
-def test_layouts_that_cannot_be_are_refused(change: dict[str, Any]):
+def test_layouts_that_cannot_be_or_cross_are_refused():
     assert facts(*parse(json.dumps([GOOD]).encode())) == facts(torch.empty(2, 3))
-    with pytest.raises(ValueError, match="is not the layout of a tensor"):
-        parse(json.dumps([GOOD | change]).encode())
-
-
-@pytest.mark.parametrize("text", [b'{"shape": [2]}', b"1", b'"text"', b"[1]", b"[[]]", b""])
-def test_what_is_no_list_of_layouts_is_refused(text: bytes):
-    with pytest.raises(ValueError, match="is no|Expecting value"):
-        parse(text)
+    changed = [json.dumps([GOOD | change]).encode() for change in BAD]
+    no_lists = (b'{"shape": [2]}', b"1", b'"text"', b"[1]", b"[[]]", b"")
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    many = [torch.empty(2)] * 1000
+    refused(
+        *((partial(parse, text), ValueError, "is not the layout of a tensor") for text in changed),
+        *((partial(parse, text), ValueError, "is no|Expecting value") for text in no_lists),
+        (lambda: layout_of(torch.eye(3).to_sparse()), TypeError, "a sparse_coo tensor cannot cross .*: dense tensors"),
+        (lambda: layout_of(nested), TypeError, "a nested tensor cannot cross .*; allowed: dense tensors"),
+        (lambda: send_layouts(many, None, 0, toy.CPU, 20), ValueError, "the layouts of 1000 tensors .* allowed: 16384"),
+    )
 
 
 class Opened:
@@ -101,51 +94,39 @@ class Opened:
         return exec, ("import torch.distributed as dist; dist.unpickled = True",)
 
 
-def hostile(text: bytes) -> str:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (pickle.dumps(Opened()), ""),
+        (b"[" * MESSAGE_BYTES, ""),
+        (json.dumps([GOOD | {"shape": [2**41, 1]}]).encode(), "{"),
+        (b"[null]", "None is not the layout"),
+    ],
+    ids=["pickled", "deep", "huge", "missing"],
+)
+@on_ranks
+def test_a_peer_that_sends_something_else_is_named(text: bytes, said: str) -> None:
     """Rank 0 sends a text of its own when the upper stage, of rank 1, wants layouts."""
     if dist.get_rank() == 0:
         message = torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
         _run(dist.isend, message, None, 1, 20)
-        return ""
-    with pytest.raises(PeerError) as caught:
+        return
+    with pytest.raises(PeerError, match=f"^rank 0 sent something other than layouts of tensors: {said}") as caught:
         receive_layouts(None, 0, toy.CPU, 20)
     assert caught.value.rank == 0
     assert not hasattr(dist, "unpickled")
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (pickle.dumps(Opened()), "rank 0 sent something other than layouts of tensors: "),
-        (b"[" * MESSAGE_BYTES, "rank 0 sent something other than layouts of tensors: "),
-        (json.dumps([GOOD | {"shape": [2**41, 1]}]).encode(), "rank 0 sent something other than layouts of tensors: {"),
-        (b"[null]", "rank 0 sent something other than layouts of tensors: None is not the layout"),
-    ],
-    ids=["pickled", "deep", "huge", "missing"],
-)
-def test_a_peer_that_sends_something_else_is_named(ranks: Ranks, text: bytes, message: str):
-    assert ranks.run(hostile, text)[1].startswith(message)
-
-
-def trained(schedule: str) -> list[float]:
-    """Steps and evaluations while nothing that a peer sent can be unpickled."""
-    names, before = ("send_object_list", "recv_object_list", "_tensor_to_object"), {}
-    for module in (dist, dist.distributed_c10d):
-        before |= {(module, name): getattr(module, name, None) for name in names}
-    try:
-        for module, name in before:
-            setattr(module, name, None)
-        run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32))
-        for step in range(2):
-            run.train(step)
-            run.evaluate(step)
-    finally:
-        for (module, name), function in before.items():
-            setattr(module, name, function)
-    return [float(loss) for loss in run.losses]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_pipeline_unpickles_nothing(ranks: Ranks, schedule: str):
-    assert sorted(map(len, ranks.run(trained, schedule))) == [0, 2 * toy.MICRO_BATCHES]
+@on_ranks
+def test_a_pipeline_unpickles_nothing(schedule: str) -> None:
+    """Steps and evaluations while nothing that a peer sent can be unpickled."""
+    run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32))
+    with ExitStack() as stack:
+        for module in (dist, dist.distributed_c10d):
+            for name in ("send_object_list", "recv_object_list", "_tensor_to_object"):
+                stack.enter_context(mock.patch.object(module, name, None, create=True))
+        for step in range(2):
+            run.train(step)
+            run.evaluate(step)
+    assert len(run.losses) == 2 * toy.MICRO_BATCHES * run.last

@@ -6,27 +6,28 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 from unittest import mock
+from unittest.mock import call
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import AQSGD, Cast, GroupInt, TAHQuant
+from lowbit.codecs import AQSGD, Cast, TAHQuant
 from lowbit.collectives import PeerError
-from lowbit.pipeline import LowBitStage, Traffic, transport
+from lowbit.pipeline import Traffic, transport
 from lowbit.pipeline import stage as stage_module
-from lowbit.pipeline.layouts import receive_layouts, send_layouts
-from lowbit.pipeline.transport import CudaStreams, Early, Staged
+from lowbit.pipeline.transport import CudaStreams, Early, InOrder, Staged
 from lowbit.wire import mailbox
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Route
 from lowbit.wire.pytorch import default_group
 from tests.pipeline import toy
+from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks, on_ranks
 
-FIT = {"forward": GroupInt(bits=4, group=64), "backward": GroupInt(bits=6, group=32, symmetric=True)}
+FIT = {"forward": INT4, "backward": INT6}
 
 
 class Late:
@@ -97,50 +98,47 @@ class Copied:
 
 
 @contextlib.contextmanager
-def staged_on(ranks: tuple[int, ...]) -> Iterator[None]:
-    before = stage_module.choose
-    if dist.get_rank() in ranks:
-        stage_module.choose = lambda group, device, *rest: Staged(group, *rest, Late())
-    try:
+def over(kind: str, ranks: tuple[int, ...] = (0, 1)) -> Iterator[None]:
+    """Stages that are made in the block have this transport on these ranks, and elsewhere that of PyTorch's group."""
+    kinds: dict[str, Any] = {"staged": lambda group, device, *rest: Staged(group, *rest, Late()), "in order": InOrder}
+    made = kinds.get(kind, stage_module.choose)
+    with mock.patch.object(stage_module, "choose", made if dist.get_rank() in ranks else stage_module.choose):
         yield
-    finally:
-        stage_module.choose = before
 
 
-def trained(schedule: str, staged: tuple[int, ...], options: Any) -> Any:
+def trained(schedule: str, kind: str, ranks: tuple[int, ...], options: Any) -> Any:
     """Losses of some steps, and what evaluation between them gives."""
-    with staged_on(staged):
+    with over(kind, ranks):
         run = toy.Run(schedule, toy.lowbit(**options))
     outputs = []
     for step in range(3):
         for stage in run.stages:
-            assert isinstance(stage, LowBitStage)
             stage.set_samples(range(toy.ROWS * toy.MICRO_BATCHES))
         run.train(step)
         outputs.append(run.evaluate(step))
+    expected = {"staged": Staged, "in order": InOrder}.get(kind if dist.get_rank() in ranks else "", Early)
     for stage in run.stages:
-        assert isinstance(stage, LowBitStage)
-        assert isinstance(stage.lanes.transport, Staged if dist.get_rank() in staged else Early)
-        assert len(stage.lanes.transport._outbox.entries) == 0
+        assert type(stage.lanes.transport) is expected
+        assert expected is InOrder or len(stage.lanes.transport._outbox.entries) == 0
     return run.losses, [y for y in outputs if y is not None]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "staged", "options"),
+    ("schedule", "kind", "on", "options"),
     [
-        ("1f1b", (0, 1), FIT | {"warmup_steps": 1}),
-        ("zbv", (0, 1), FIT),
-        ("interleaved-2", (1,), FIT),  # the other rank has no such device
-        ("gpipe", (0,), FIT | {"forward": AQSGD()}),
+        ("1f1b", "staged", (0, 1), FIT | {"warmup_steps": 1}),
+        ("zbv", "staged", (0, 1), FIT),
+        ("interleaved-2", "staged", (1,), FIT),  # the other rank has no such device
+        ("gpipe", "staged", (0,), FIT | {"forward": AQSGD()}),
+        ("1f1b", "in order", (0, 1), FIT),
+        ("interleaved-2", "in order", (0, 1), FIT),
     ],
 )
-def test_staging_changes_no_loss(ranks: Ranks, schedule: str, staged: tuple[int, ...], options: Any):
-    found = ranks.run(trained, schedule, staged, options)
-    expected = ranks.run(trained, schedule, (), options)
-    for rank in range(2):
-        assert len(found[rank][0]) == len(expected[rank][0])
-        for ours, theirs in zip(chain(*found[rank]), chain(*expected[rank]), strict=True):
-            assert torch.equal(ours, theirs)
+def test_no_transport_changes_a_loss(ranks: Ranks, schedule: str, kind: str, on: tuple[int, ...], options: Any):
+    found = ranks.run(trained, schedule, kind, on, options)
+    for ours, theirs in zip(found, ranks.run(trained, schedule, "early", on, options), strict=True):
+        assert toy.same([*chain(*ours)], [*chain(*theirs)])
+    assert len(found[0][0]) + len(found[1][0]) == 3 * toy.MICRO_BATCHES
 
 
 def opened(late: Late, topic: str = "test", timeout: float = 10.0) -> Staged:
@@ -199,88 +197,37 @@ def test_a_send_that_can_not_start_names_the_peer() -> None:
     dist.barrier()
 
 
-@on_ranks
-def test_layouts_travel_where_the_process_group_can_reach_them() -> None:
-    stage = LowBitStage(toy.Block().to("meta"), dist.get_rank(), 2, toy.CPU, timeout=20, **FIT)
-    stage.device = torch.device("meta")
-    layout = torch.empty(2, 3, device="meta", dtype=torch.bfloat16).t().requires_grad_()
-    if stage.is_first:
-        send_layouts([layout], None, 1, stage.lanes.transport.device, 20)
-        return
-    [found] = receive_layouts(None, 0, stage.lanes.transport.device, 20)
-    facts = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (found, layout)]
-    assert facts[0] == facts[1]
-
-
 CUDA = torch.device("cuda", 0)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+needs_nccl = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="NCCL needs two CUDA devices"
+)
 
 
-class Stream:
-    """Notes what a stream is told."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-
-class Logged:
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-
-    def record_stream(self, stream: Stream) -> None:
-        self.log.append(f"x is read by {stream.name}")
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    log: list[str] = []
-    names = iter(("leaving", "arriving"))
-
-    @contextlib.contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        log.append(f"on {stream.name}")
-        yield
-        log.append(f"off {stream.name}")
-
-    cuda = transport.torch.cuda
-    monkeypatch.setattr(cuda, "Stream", lambda device, priority: Stream(next(names), log))
-    monkeypatch.setattr(cuda, "current_stream", lambda device: Stream("computation", log))
-    monkeypatch.setattr(cuda, "stream", on)
-    return log
-
-
-def test_what_leaves_waits_for_the_computation_and_never_the_other_way(log: list[str]):
-    with CudaStreams(CUDA).leaving(Logged(log)):
-        log.append("encode")
-    assert sorted(log[:2]) == ["leaving waits for computation", "x is read by leaving"]
-    assert log[2:] == ["on leaving", "encode", "off leaving"]
-
-
-def test_what_arrives_waits_for_a_fence_only_and_is_waited_for(log: list[str]):
-    streams = CudaStreams(CUDA)
+def test_streams_wait_only_for_what_they_must(monkeypatch: pytest.MonkeyPatch):
+    """What leaves waits for the computation, and what arrives for a fence; the computation waits for what arrives."""
+    log, cuda = mock.MagicMock(), transport.torch.cuda
+    monkeypatch.setattr(cuda, "Stream", mock.Mock(side_effect=[log.leaving, log.arriving]))
+    monkeypatch.setattr(cuda, "current_stream", lambda device: log.computation)
+    monkeypatch.setattr(cuda, "stream", log.on)
+    monkeypatch.setattr(transport.torch, "empty_strided", lambda *args, **kwargs: log.landed)
+    off, streams = call.on().__exit__(None, None, None), CudaStreams(CUDA)
+    with streams.leaving(log.x):
+        log.encode()
+    begun = call.leaving.wait_stream(log.computation), call.x.record_stream(log.leaving)
+    assert all(each in log.mock_calls[:2] for each in begun)
+    assert log.mock_calls[2:] == [call.on(log.leaving), call.on().__enter__(), call.encode(), off]
+    log.reset_mock()
     streams.fence()
     with streams.arriving():
-        log.append("decode")
-    assert log == [
-        "arriving waits for computation",
-        "on arriving",
-        "decode",
-        "off arriving",
-        "computation waits for arriving",
+        monkeypatch.setattr(cuda, "current_stream", lambda device: log.arriving)  # as it is within the block
+        streams.landing(torch.empty(2, 3, device="meta"))
+        log.decode()
+    assert log.mock_calls == [
+        *(call.arriving.wait_stream(log.computation), call.on(log.arriving), call.on().__enter__()),
+        *(call.landed.record_stream(log.computation), call.decode()),
+        *(off, call.computation.wait_stream(log.arriving)),
     ]
-
-
-def test_where_a_payload_lands_is_kept_for_the_computation(log: list[str], monkeypatch: pytest.MonkeyPatch):
-    streams, layout = CudaStreams(CUDA), torch.empty(2, 3, device="meta")
-    monkeypatch.setattr(transport.torch, "empty_strided", lambda *args, **kwargs: Logged(log))
-    with streams.arriving():
-        # As within the block: what is current there is the arriving stream.
-        monkeypatch.setattr(transport.torch.cuda, "current_stream", lambda device: Stream("arriving", log))
-        streams.landing(layout)
-    assert log == ["on arriving", "x is read by computation", "off arriving", "computation waits for arriving"]
 
 
 @needs_gpu
@@ -308,59 +255,39 @@ def test_bytes_reach_the_host_and_come_back_while_the_device_computes():
         assert back.unique().tolist() == [value + 2]
 
 
-def on_one_gpu(schedule: str, options: Any) -> Any:
-    run = toy.Run(schedule, toy.lowbit(**options), device=CUDA)
+def on(device: str, schedule: str, forward: Any, backward: Any) -> list[Tensor]:
+    """Losses on the CPU, on one GPU for all ranks, or over NCCL, in a group of its own, with a GPU for each rank."""
+    group, place = None, CUDA if device == "gpu" else toy.CPU
+    if device == "nccl":
+        place = torch.device("cuda", dist.get_rank())
+        torch.cuda.set_device(place)
+        group = dist.new_group(backend="nccl")
+    run = toy.Run(schedule, toy.lowbit(forward=forward, backward=backward), group=group, device=place)
     for step in range(3):
         run.train(step)
         run.evaluate(step)
     for stage in run.stages:
-        assert isinstance(stage, LowBitStage)
-        assert isinstance(stage.lanes.transport, Staged)
+        assert type(stage.lanes.transport) is {"cpu": Early, "gpu": Staged, "nccl": InOrder}[device]
     return [loss.cpu() for loss in run.losses]
 
 
-def on_the_cpu(schedule: str, options: Any) -> Any:
-    run = toy.Run(schedule, toy.lowbit(**options))
-    for step in range(3):
-        run.train(step)
-        run.evaluate(step)
-    return run.losses
-
-
-@needs_gpu
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2", "zbv"])
+@pytest.mark.parametrize(
+    ("device", "schedule"),
+    [
+        *(pytest.param("gpu", schedule, marks=needs_gpu) for schedule in ("1f1b", "interleaved-2", "zbv")),
+        pytest.param("nccl", "1f1b", marks=needs_nccl),
+    ],
+)
 @pytest.mark.parametrize(
     ("forward", "backward", "tolerance"),
     [
         (Cast(), Cast(), 1e-5),
         # A last bit that differs may fall to the other side of a rounding.
-        (TAHQuant(), GroupInt(bits=6, group=32, symmetric=True), 1e-2),
+        (TAHQuant(), INT6, 1e-2),
     ],
 )
-def test_gloo_between_ranks_that_share_a_gpu_trains_as_on_the_cpu(
-    ranks: Ranks, schedule: str, forward: Any, backward: Any, tolerance: float
+def test_devices_train_as_the_cpu_does(
+    ranks: Ranks, device: str, schedule: str, forward: Any, backward: Any, tolerance: float
 ):
-    options = {"forward": forward, "backward": backward}
-    found = ranks.run(on_one_gpu, schedule, options, timeout=120)
-    expected = ranks.run(on_the_cpu, schedule, options)
-    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
-def over_nccl() -> list[torch.Tensor]:
-    """A group of its own over NCCL, a device for each rank."""
-    device = torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
-    group = dist.new_group(backend="nccl")
-    run = toy.Run("1f1b", toy.lowbit(forward=Cast(), backward=Cast()), group=group, device=device)
-    for step in range(3):
-        run.train(step)
-    return [loss.cpu() for loss in run.losses]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="NCCL needs two CUDA devices")
-def test_nccl_carries_payloads_directly(ranks: Ranks):
-    found = ranks.run(over_nccl, timeout=120)
-    expected = ranks.run(on_the_cpu, "1f1b", {"forward": Cast(), "backward": Cast()})
-    for ours, theirs in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    found, expected = (ranks.run(on, each, schedule, forward, backward, timeout=120) for each in (device, "cpu"))
+    torch.testing.assert_close([*chain(*found)], [*chain(*expected)], rtol=tolerance, atol=tolerance)

@@ -9,7 +9,6 @@ import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore
 
-from lowbit.pipeline import LowBitStage, Traffic
-from lowbit.pipeline import stage as stage_module
+from lowbit.pipeline import Traffic
 from lowbit.pipeline import transport as transport_module
 from lowbit.pipeline.transport import WINDOW_BYTES, WINDOW_MESSAGES, Early, InOrder, choose
 from lowbit.wire.checksum import Checksums
@@ -32,7 +30,7 @@ from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks, on_ranks
 
-SIZE, MIB = 1 << 18, 1 << 20
+MIB = 1 << 20
 
 
 def early(timeout: float = 20.0) -> tuple[Early, Traffic]:
@@ -51,7 +49,6 @@ def test_a_step_waits_for_its_sends_at_its_end() -> None:
         for step in (run.train, run.evaluate, run.train):
             step(0)
             for stage in run.stages:
-                assert isinstance(stage, LowBitStage)
                 assert isinstance(stage.lanes.transport, Early)
                 assert len(stage.lanes.transport._outbox.entries) == 0
                 assert stage.traffic.peak_bytes > 0
@@ -64,7 +61,8 @@ def owned(nbytes: int, room: int) -> tuple[torch.Tensor, threading.Event]:
     return torch.from_numpy(memory), freed
 
 
-def long_step() -> int:
+@on_ranks
+def test_memory_of_a_long_step_is_a_window_and_what_is_in_flight() -> None:
     """Rank 0 sends 128 messages, a few ahead of the memory that it gets back; rank 1 takes them."""
     transport, traffic = early()
     routes = [Route(1 - dist.get_rank(), tag) for tag in range(128)]
@@ -78,19 +76,14 @@ def long_step() -> int:
             if len(freed) > 4:
                 assert freed[-5].wait(30)  # within the step
         assert len(transport._outbox.entries) <= 4
+        assert traffic.peak_bytes <= 5 * (MIB + 8)
     else:
         transport.expect([(route, MIB) for route in routes])
         for route in routes:
             transport.take(route, MIB)
+        assert WINDOW_BYTES - MIB < traffic.peak_bytes <= WINDOW_BYTES
     transport.drain()
     assert traffic.held_bytes == 0
-    return traffic.peak_bytes
-
-
-def test_memory_of_a_long_step_is_a_window_and_what_is_in_flight(ranks: Ranks):
-    sent, received = ranks.run(long_step)
-    assert sent <= 5 * (MIB + 8)
-    assert WINDOW_BYTES - MIB < received <= WINDOW_BYTES
 
 
 @on_ranks
@@ -134,25 +127,19 @@ def test_a_step_may_last_longer_than_a_wait() -> None:
         transport.take(Route(0, 0), MIB)
 
 
-def never_taken() -> tuple[str, int]:
-    transport, _ = early(timeout=2.0 if dist.get_rank() == 0 else 20.0)
-    try:
-        if dist.get_rank() == 0:
-            transport.send(Route(1, 0), torch.zeros(MIB + transport.room, dtype=torch.uint8))
+@on_ranks
+def test_who_never_takes_a_message_is_blamed_and_everybody_knows() -> None:
+    transport, traffic = early(timeout=2.0 if dist.get_rank() == 0 else 20.0)
+    if dist.get_rank() == 0:
+        transport.send(Route(1, 0), torch.zeros(MIB + transport.room, dtype=torch.uint8))
+        said = r"^rank 1 did not answer within 2 s \(seen by rank 0: Timed out waiting"
+        with pytest.raises(PeerError, match=said) as caught:
             transport.drain()
-        else:
+        assert caught.value.rank == 1
+    else:
+        with pytest.raises(PeerError, match="^rank 0 closed its connection"):
             transport.take(Route(0, 1), 8)
-    except PeerError as error:
-        assert transport.traffic.held_bytes == 0
-        return str(error), error.rank
-    return "", -1
-
-
-def test_who_never_takes_a_message_is_blamed_and_everybody_knows(ranks: Ranks):
-    (waited, culprit), (closed, _) = ranks.run(never_taken)
-    assert culprit == 1
-    assert waited.startswith("rank 1 did not answer within 2 s (seen by rank 0: Timed out waiting")
-    assert closed.startswith("rank 0 closed its connection")
+    assert traffic.held_bytes == 0
 
 
 def dying_peer() -> str:
@@ -175,7 +162,8 @@ def test_a_peer_that_dies_before_it_takes_a_message_is_blamed(ranks: Ranks):
     assert found[1].kind == "ended"
 
 
-def severed() -> float:
+@on_ranks(3)
+def test_peers_of_a_rank_that_severs_its_connections_fail_at_once() -> None:
     transport, _ = early(timeout=100.0)
     store, rank = default_group().get_group_store(), dist.get_rank()
     if rank == 0:
@@ -186,20 +174,15 @@ def severed() -> float:
         store.wait(["failed/1", "failed/2"], timedelta(seconds=30))  # still usable
         with pytest.raises(PeerError):
             transport.drain()
-        return 0.0
+        return
     transport.expect([(Route(0, 1), 8)])
     store.set(f"waiting/{rank}", "")
     with pytest.raises(PeerError, match="rank 0 closed its connection") as caught:
         transport.take(Route(0, 1), 8)
     assert caught.value.rank == 0
-    seconds = time.time() - float(store.get("reason"))
-    store.set(f"failed/{rank}", "")
-    return seconds
-
-
-def test_peers_of_a_rank_that_severs_its_connections_fail_at_once(ranks: Ranks):
     # Half a second of it is for the notes of others to arrive.
-    assert all(seconds < 10 for seconds in ranks.run(severed, ranks=3))
+    assert time.time() - float(store.get("reason")) < 10
+    store.set(f"failed/{rank}", "")
 
 
 UNFINISHED = """
@@ -248,46 +231,16 @@ def test_a_process_ends_as_it_should_while_a_message_is_never_taken(tmp_path: Pa
     assert not any("terminate called" in errors for _, errors in outputs)
 
 
-def test_the_peak_counts_from_what_is_held():
-    traffic = Traffic()
-    for nbytes in (5, 7, -5, 1, -1):
-        traffic.hold(nbytes)
-    assert (traffic.peak_bytes, traffic.held_bytes) == (12, 7)
-    traffic.reset()
-    assert (traffic.peak_bytes, traffic.held_bytes) == (7, 7)
-    traffic.hold(-7)
-    traffic.hold(3)
-    assert (traffic.peak_bytes, traffic.held_bytes) == (7, 3)
-
-
-def lands(device: str) -> tuple[str, torch.dtype]:
-    for transport in (early()[0], InOrder(default_group(), device, Traffic(), Checksums("test"))):
+@on_ranks(1)
+def test_payloads_land_on_the_device_of_the_tensors() -> None:
+    layout = torch.empty(2, 3, dtype=torch.bfloat16, device="meta")
+    for device, transport in (
+        ("cpu", early()[0]),
+        ("meta", InOrder(default_group(), "meta", Traffic(), Checksums("test"))),
+    ):
         with transport.arriving():
-            landed = transport.landing(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
-        assert landed.shape == (2, 3)
-    return landed.device.type, landed.dtype
-
-
-def test_payloads_land_on_the_device_of_the_tensors(ranks: Ranks):
-    assert ranks.run(lands, "meta", ranks=1) == [("meta", torch.bfloat16)]
-
-
-def trained(kind: Any) -> Any:
-    """Losses of two schedules over a transport, with evaluations between the steps of the first."""
-    with mock.patch.object(stage_module, "choose", kind):
-        runs = [toy.Run(name, toy.lowbit(forward=INT4, backward=INT6)) for name in ("1f1b", "interleaved-2")]
-    for step in range(2):
-        for run in runs:
-            run.train(step)
-        runs[0].evaluate(step)
-    assert isinstance(runs[0].stages[0].lanes.transport, InOrder if kind is InOrder else Early)
-    return [run.losses for run in runs]
-
-
-def test_the_schedules_order_gives_the_same_losses(ranks: Ranks):
-    for found, expected in zip(ranks.run(trained, InOrder)[1], ranks.run(trained, choose)[1], strict=True):
-        assert len(found) == 2 * toy.MICRO_BATCHES
-        assert torch.equal(torch.stack(found), torch.stack(expected))
+            landed = transport.landing(layout)
+        assert (landed.shape, landed.dtype, landed.device.type) == ((2, 3), torch.bfloat16, device)
 
 
 EXPECTED = [

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
-from lowbit.collectives import AgreementError, PeerError, agree
-from lowbit.wire.agreement import Agreement, contradictions
+from lowbit.collectives import PeerError, agree
+from lowbit.wire.agreement import Agreement
 from lowbit.wire.pytorch import default_group
 from tests.distant import distant
 from tests.pipeline import toy
@@ -25,18 +24,10 @@ from tests.processes import Failure, Ranks, on_ranks
 SAME = {"version": "1", "codec": "int4"}
 
 
-def test_contradictions_name_who_says_what():
-    text = contradictions(
-        {
-            "rank 0": {"codec": "int4", "version": "1"},
-            "rank 1": {"codec": "int8", "version": "1"},
-            "rank 2": {"codec": "int4", "shape": "(2, 3)"},
-        }
-    )
-    assert text.splitlines() == ["the ranks do not agree:", "  codec: int4 on rank 0 and rank 2; int8 on rank 1"]
-
-
-def agrees(facts: list[dict[str, str]], timeout: float = 20) -> None:
+def agrees(facts: list[Any], timeout: float = 20.0, late: int = -1, seconds: float = 0.0) -> None:
+    """One rank comes late, or ends instead."""
+    if dist.get_rank() == late:
+        time.sleep(seconds) if seconds else os._exit(3)
     agree(None, facts[dist.get_rank()], timeout)
 
 
@@ -49,28 +40,26 @@ def agrees_often() -> None:
 def test_equal_facts_pass_again_and_again_however_late_a_rank_comes(ranks: Ranks):
     ranks.run(agrees, [SAME] * 3, ranks=3)
     ranks.run(agrees_often)
-    ranks.run(comes_late, 1, 1.5, 20)
+    ranks.run(agrees, [SAME] * 2, 20.0, 1, 1.5)
 
 
-def test_every_rank_raises_the_same(ranks: Ranks):
-    outcomes = toy.timely(ranks, agrees, [SAME, SAME | {"codec": "int8"}, SAME], 60.0, count=3)
+def test_every_rank_raises_the_same_and_names_who_says_what(ranks: Ranks):
+    facts = [SAME, SAME | {"codec": "int8"}, {"codec": "int4", "shape": "(2, 3)"}]
     text = "the ranks do not agree:\n  codec: int4 on rank 0 and rank 2; int8 on rank 1"
-    assert toy.disagreement(outcomes) == text
-
-
-def comes_late(rank: int, seconds: float, timeout: float) -> None:
-    if dist.get_rank() == rank:
-        time.sleep(seconds)
-    agree(None, "same", timeout)
+    assert toy.disagreement(toy.timely(ranks, agrees, facts, 60.0, count=3)) == text
 
 
 def test_a_rank_that_never_comes_is_named(ranks: Ranks):
-    outcomes = ranks.outcomes(comes_late, 2, 2.5, 1.0, ranks=3)
-    for outcome in outcomes[:2]:
-        assert outcome.kind == "AgreementError"
-        assert outcome.text.startswith("rank 2 did not report within 1 s")
     # It comes after all, and learns what the others concluded instead of going on alone.
-    assert outcomes[2].text == outcomes[0].text
+    text = toy.disagreement(ranks.outcomes(agrees, [SAME] * 3, 1.0, 2, 2.5, ranks=3))
+    assert text.startswith("rank 2 did not report within 1 s")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ended_is_named(ranks: Ranks, rank: int):
+    outcomes = ranks.outcomes(agrees, [SAME] * 3, 2.0, rank, ranks=3)
+    assert outcomes.pop(rank) == Failure("ended", "exit code 3")
+    assert toy.disagreement(outcomes).startswith(f"rank {rank} did not report within 2 s")
 
 
 def members(speaker: dict[int, int]) -> Any:
@@ -80,11 +69,8 @@ def members(speaker: dict[int, int]) -> Any:
     assert Agreement(default_group(), "members", 20).exchange(own, names) == facts
 
 
-def test_a_rank_may_speak_for_several_or_none(ranks: Ranks):
+def test_a_rank_may_speak_for_several_or_none_and_some_rank_for_each(ranks: Ranks):
     ranks.run(members, {0: 0, 1: 1, 2: 0, 3: 1}, ranks=3)
-
-
-def test_members_that_no_rank_speaks_for_are_an_error_at_once(ranks: Ranks):
     assert toy.disagreement(ranks.outcomes(members, {0: 0, 1: 1, 3: 1}, ranks=3)) == "no rank reports for member 2"
 
 
@@ -106,9 +92,7 @@ except Exception as error:
 """
 
 
-def test_a_rank_that_comes_late_reads_the_same_from_the_rank_that_keeps_the_store(
-    tmp_path: Path,
-):
+def test_a_rank_that_comes_late_reads_the_same_from_the_rank_that_keeps_the_store(tmp_path: Path):
     """And nobody prints lines of C++ about a store that has gone."""
     script = tmp_path / "late.py"
     script.write_text(LATE)
@@ -117,12 +101,10 @@ def test_a_rank_that_comes_late_reads_the_same_from_the_rank_that_keeps_the_stor
         port = probe.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
     common.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    command = [sys.executable, str(script)]
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen(
-            command, env=common | {"RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for r in range(3)
+        subprocess.Popen([sys.executable, str(script)], env=common | {"RANK": str(rank)}, **options)
+        for rank in range(3)
     ]
     said = []
     for rank, process in enumerate(processes):
@@ -151,42 +133,12 @@ def test_a_rank_that_gives_up_ends_the_wait_of_the_others(ranks: Ranks):
     assert [(o.kind, o.text) for o in outcomes] == [("AgreementError", "no room")] * 2
 
 
-def ends(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os._exit(3)
-    agree(None, "same", 2.0)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_ended_is_named(ranks: Ranks, rank: int):
-    outcomes = ranks.outcomes(ends, rank, ranks=3)
-    assert outcomes.pop(rank) == Failure("ended", "exit code 3")
-    assert toy.disagreement(outcomes).startswith(f"rank {rank} did not report within 2 s")
-
-
-def contradict_without(rank: int) -> tuple[str, float]:
-    if dist.get_rank() == rank:
-        time.sleep(4)
-    start = time.monotonic()
-    with pytest.raises(AgreementError) as raised:
-        agree(None, {"codec": "int4" if dist.get_rank() == 1 else "int8"}, 60.0)
-    return str(raised.value), time.monotonic() - start
-
-
-def test_a_contradiction_does_not_wait_for_ranks_that_have_not_come(ranks: Ranks):
-    outcomes = ranks.run(contradict_without, 0, ranks=3)
-    text = "the ranks do not agree:\n  codec: int4 on rank 1; int8 on rank 2"
-    assert {text for text, _ in outcomes} == {text}
-    assert max(seconds for _, seconds in outcomes) < 3.5
-
-
 LOG = "lowbit/agreement/configuration/0"
 
 
 def agrees_after(line: bytes) -> None:
     if dist.get_rank() == 0:
-        store = default_group().get_group_store()
-        store.compare_set(LOG, "", line.decode("latin-1"))
+        default_group().get_group_store().compare_set(LOG, "", line.decode("latin-1"))
     dist.barrier()
     agree(None, "same", 20.0)
 
@@ -238,24 +190,19 @@ def test_threads_may_agree_at_once() -> None:
         list(pool.map(repeat, ordered))
 
 
-def agrees_through_a_file(path: str, facts: list[dict[str, str]]) -> None:
-    store = PrefixStore("group", FileStore(path, 2))
+def agrees_through(path: str, facts: list[Any]) -> None:
+    """A file, or this process's memory."""
+    store = PrefixStore("group", FileStore(path, 2)) if path else HashStore()
     with mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store):
-        for value in facts[dist.get_rank()].values():
-            agree(None, value, 20.0)
-
-
-def agrees_by_itself() -> None:
-    store = HashStore()
-    with mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store):
-        agrees_often()
+        for _ in range(2):
+            agrees(facts)
 
 
 def test_any_store_will_do(ranks: Ranks, tmp_path: Path):
-    ranks.run(agrees_through_a_file, str(tmp_path / "same"), [SAME, SAME])
+    ranks.run(agrees_through, str(tmp_path / "same"), [SAME, SAME])
     unlike = [SAME, SAME | {"codec": "int8"}]
-    toy.disagreement(ranks.outcomes(agrees_through_a_file, str(tmp_path / "unlike"), unlike))
-    ranks.run(agrees_by_itself, ranks=1)
+    toy.disagreement(ranks.outcomes(agrees_through, str(tmp_path / "unlike"), unlike))
+    ranks.run(agrees_through, "", [SAME], ranks=1)
 
 
 class Silent:
@@ -289,13 +236,6 @@ ROUND_TRIP = 0.1  # seconds
 FACTS = {f"boundary 0 forward fact {i}": "GroupInt(bits=4, group=64)" for i in range(20)}
 
 
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Ranks]:
-    processes = Ranks(8)
-    yield processes
-    processes.stop()
-
-
 def agrees_from_afar(near: int, far: int, times: int) -> list[float]:
     """Seconds of each agreement on this rank; all ranks but the first are far from the store."""
     port = far if dist.get_rank() else near
@@ -310,10 +250,13 @@ def agrees_from_afar(near: int, far: int, times: int) -> list[float]:
     return taken
 
 
-def test_an_agreement_takes_at_most_three_round_trips_whatever_the_number_of_ranks(eight: Ranks):
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with distant(store.port, ROUND_TRIP / 2) as port:
-        taken = eight.run(agrees_from_afar, store.port, port, 4, ranks=8)
+def test_an_agreement_takes_at_most_three_round_trips_whatever_the_number_of_ranks():
+    store, eight = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), Ranks(8)
+    try:
+        with distant(store.port, ROUND_TRIP / 2) as port:
+            taken = eight.run(agrees_from_afar, store.port, port, 4, ranks=8)
+    finally:
+        eight.stop()
     slowest = [max(seconds) for seconds in zip(*taken, strict=True)]
     # Not less than one, or there was no distance. The machine may be busy now and then, but not always.
     assert ROUND_TRIP <= min(slowest) <= 3.3 * ROUND_TRIP

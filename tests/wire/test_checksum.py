@@ -11,13 +11,14 @@ from tests.damage import secret
 
 HOST = Checksums.seal, lambda checksums, m, *place: not checksums.intact(m, *place)
 DEVICE = (Checksums.seal_there, lambda checksums, m, *place: bool(checksums.damage_there(m, *place)))
-Kind = tuple[Callable[..., None], Callable[..., bool]]
+on_host_and_device = pytest.mark.parametrize(("seal", "is_damaged"), [HOST, DEVICE], ids=["host", "device"])
+Seal = Callable[..., None]
+IsDamaged = Callable[..., bool]
 
 
-@pytest.mark.parametrize("kind", [HOST, DEVICE], ids=["host", "device"])
+@on_host_and_device
 @pytest.mark.parametrize("size", [1, 7, 8, 13, 64, 1000, 4099])
-def test_every_bit_counts(kind: Kind, size: int):
-    seal, is_damaged = kind
+def test_every_bit_counts(seal: Seal, is_damaged: IsDamaged, size: int):
     checksums, message = Checksums("test"), torch.randint(0, 256, (size + 8,), dtype=torch.uint8)
     seal(checksums, message, 1, 2)
     assert not is_damaged(checksums, message, 1, 2)
@@ -29,9 +30,8 @@ def test_every_bit_counts(kind: Kind, size: int):
     assert not is_damaged(checksums, message, 1, 2)
 
 
-@pytest.mark.parametrize("kind", [HOST, DEVICE], ids=["host", "device"])
-def test_changes_in_two_places_do_not_make_up_for_each_other(kind: Kind):
-    seal, is_damaged = kind
+@on_host_and_device
+def test_changes_in_two_places_do_not_make_up_for_each_other(seal: Seal, is_damaged: IsDamaged):
     checksums, message = Checksums("test"), torch.randint(0, 256, (808,), dtype=torch.uint8)
     seal(checksums, message)
     words = message.view(torch.int64)
@@ -46,9 +46,8 @@ def test_changes_in_two_places_do_not_make_up_for_each_other(kind: Kind):
         words[[a, b]] = words[[b, a]]
 
 
-@pytest.mark.parametrize("kind", [HOST, DEVICE], ids=["host", "device"])
-def test_a_message_fits_its_place_topic_and_secret_only(kind: Kind):
-    seal, is_damaged = kind
+@on_host_and_device
+def test_a_message_fits_its_place_topic_and_secret_only(seal: Seal, is_damaged: IsDamaged):
     message = torch.randint(0, 256, (72,), dtype=torch.uint8)
     seal(Checksums("test"), message, 1, 2)
     assert is_damaged(Checksums("test"), message, 2, 1)

@@ -23,50 +23,39 @@ from lowbit.wire.messages import Messages
 from lowbit.wire.pytorch import default_group
 from tests.damage import Flip, on_the_way
 from tests.pipeline import toy
-from tests.processes import Ranks
-from tests.wire.test_lengths import collected, conversed, said
+from tests.processes import Ranks, on_ranks
+from tests.wire.test_lengths import collected, conversed
 
 SIZES = (0, 1, 255, 256, LEAST_PIECE - 8, LEAST_PIECE, 100_000, 131_064, 131_065, 1 << 20, 3_000_001)
 
 
-def widened(count: int, function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function on a rank whose default group has several connections."""
-    connect_more(None, count, timeout=20)
-    return function(*args)
-
-
-def sent_round(order: int) -> bool:
+def sent_round(order: int) -> None:
     """Messages of all sizes, each with other bytes, taken in another order than they were sent in."""
     messages = Messages(None, "test", timeout=20)
     there, back = (messages.rank + 1) % messages.ranks, (messages.rank - 1) % messages.ranks
     content = [torch.arange(size).add(7 * size).to(torch.uint8) for size in SIZES]
     sent = [messages.send(each + messages.rank, there) for each in content]
     expected = [(messages.expect(each.numel(), back), each + back) for each in content]
-    intact = [torch.equal(message.wait(), each) for message, each in expected[::order]]
+    assert all(torch.equal(message.wait(), each) for message, each in expected[::order])
     for each in sent:
         each.wait()
-    return all(intact)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, MOST_CONNECTIONS])
-def test_messages_of_all_sizes_arrive(ranks: Ranks, count: int):
-    assert ranks.run(widened, count, sent_round, -1, ranks=3) == [True] * 3
+@on_ranks(3)
+def test_messages_of_all_sizes_arrive(count: int) -> None:
+    connect_more(None, count, timeout=20)
+    sent_round(-1)
 
 
-def changed_counts() -> bool:
-    group, intact = default_group(), []
+@on_ranks
+def test_the_number_changes_while_nothing_is_under_way() -> None:
     for count in (3, 1, 4, 2):
         connect_more(None, count, timeout=20)
-        intact.append(sent_round(1))
-    assert len(connections_of(group)) == 4
+        sent_round(1)
     side = dist.new_group()
     connect_more(side, 2, timeout=20)
-    assert [len(connections_of(each)) for each in (side, group)] == [2, 4]
-    return all(intact)
-
-
-def test_the_number_changes_while_nothing_is_under_way(ranks: Ranks):
-    assert ranks.run(changed_counts) == [True, True]
+    assert [len(connections_of(each)) for each in (side, default_group())] == [2, 4]
 
 
 def test_pieces_cover_the_class_once_each_over_another_connection():
@@ -81,23 +70,26 @@ def test_pieces_cover_the_class_once_each_over_another_connection():
             if nbytes <= 300:
                 assert found == [(group, slice(0, None))]
                 continue
-            covered = [i for _, place in found for i in range(tags.capacity(nbytes))[place]]
-            assert len(covered) == tags.capacity(nbytes) == covered[-1] + 1
+            size = tags.capacity(nbytes)
+            starts, ends, _ = zip(*sorted(place.indices(size) for _, place in found), strict=True)
+            assert (*starts, size) == (0, *ends)
             assert len({id(carrier) for carrier, _ in found}) == len(found) <= 5
             assert found[0][0] is connections_of(group)[channel % 5]
             assert all(place.stop - place.start >= LEAST_PIECE for _, place in found)
 
 
-def trained(count: int) -> list[float]:
+def widened(count: int, function: Callable[..., Any]) -> Any:
+    """The result of a function on a rank whose default group has several connections."""
+    connect_more(None, count, timeout=20)
+    return function()
+
+
+def trained() -> list[float]:
     run = toy.Run("1f1b", toy.lowbit(forward=TransformQuant(), timeout=20.0))
-    if count:
-        connect_more(None, count, timeout=20)
     return [float(gradient.double().square().sum()) for step in range(3) for gradient in run.train(step)]
 
 
-def summed(count: int) -> list[float]:
-    if count:
-        connect_more(None, count, timeout=20)
+def summed() -> list[float]:
     x = torch.randn(100_003, generator=torch.Generator().manual_seed(dist.get_rank()))
     outcome = []
     for codec in (Cast(dtype=torch.float32), GroupInt(bits=8)):
@@ -107,55 +99,30 @@ def summed(count: int) -> list[float]:
     return outcome
 
 
-@pytest.mark.parametrize("work", [trained, summed])
-def test_pipelines_and_collectives_compute_the_same_over_them(ranks: Ranks, work: Callable[[int], list[float]]):
-    count = 2 if work is trained else 3
-    assert ranks.run(work, 4, ranks=count) == ranks.run(work, 0, ranks=count)
+@pytest.mark.parametrize(("work", "count"), [(trained, 2), (summed, 3)])
+def test_pipelines_and_collectives_compute_the_same_over_them(ranks: Ranks, work: Callable[[], Any], count: int):
+    assert ranks.run(widened, 4, work, ranks=count) == ranks.run(work, ranks=count)
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(200_000, 64), (70_000, 90_000)])
 @pytest.mark.parametrize("kind", [conversed, collected])
-def test_lengths_that_disagree_are_the_same_error(ranks: Ranks, kind: Callable[..., str], sent: int, expected: int):
-    said(ranks.run(widened, 3, kind, sent, expected), sent, expected)
+@on_ranks
+def test_lengths_that_disagree_are_the_same_error(kind: Callable[..., None], sent: int, expected: int) -> None:
+    connect_more(None, 3, timeout=20)
+    kind(sent, expected)
 
 
-def damaged(at: int) -> str:
+@pytest.mark.parametrize("at", [3, 50_000, 99_999])
+@on_ranks
+def test_damage_to_any_piece_is_noticed(at: int) -> None:
+    connect_more(None, 4, timeout=20)
     messages = Messages(None, "saving", timeout=10)
     if messages.rank == 0:
         with on_the_way(0, Flip(0, at)):
             messages.send(torch.zeros(100_000, dtype=torch.uint8), 1).wait()
-        return ""
-    try:
-        messages.receive(100_000, 0, "weight")
-    except DamagedError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("at", [3, 50_000, 99_999])
-def test_damage_to_any_piece_is_noticed(ranks: Ranks, at: int):
-    assert "weight, number 0: the message from rank 0" in ranks.run(widened, 4, damaged, at)[1]
-
-
-def cut(which: int, how: str) -> str:
-    """One connection of several is shut down, reset, or hangs on the other side, in the middle of the traffic."""
-    before = set(_sockets())
-    connect_more(None, 4, timeout=20)
-    mine = sorted(set(_sockets()) - before)
-    messages = Messages(None, "test", timeout=4)
-    begun = messages.send(torch.ones(8, dtype=torch.uint8), 1 - messages.rank)
-    messages.receive(8, 1 - messages.rank)
-    begun.wait()
-    try:
-        for step in range(40):
-            if messages.rank == 0 and step == 3:
-                _break(mine[which], how)
-            sent = messages.send(torch.full((200_000,), step, dtype=torch.uint8), 1 - messages.rank)
-            assert messages.receive(200_000, 1 - messages.rank).eq(step).all()
-            sent.wait()
-    except PeerError as error:
-        return str(error)
-    return ""
+    else:
+        with pytest.raises(DamagedError, match="weight, number 0: the message from rank 0"):
+            messages.receive(100_000, 0, "weight")
 
 
 def _sockets() -> list[int]:
@@ -178,38 +145,45 @@ def _break(number: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(("which", "how"), [(0, "both"), (2, "reset"), (1, "one direction")])
-def test_a_lost_connection_is_a_lost_peer(ranks: Ranks, which: int, how: str):
-    for rank, text in enumerate(ranks.run(cut, which, how)):
-        assert f"rank {1 - rank} closed its connection" in text or f"rank {1 - rank} gave up" in text, text
+@on_ranks
+def test_a_lost_connection_is_a_lost_peer(which: int, how: str) -> None:
+    """One connection of several is shut down, reset, or hangs on the other side, in the middle of the traffic."""
+    before = set(_sockets())
+    connect_more(None, 4, timeout=20)
+    mine = sorted(set(_sockets()) - before)
+    messages = Messages(None, "test", timeout=4)
+    other = 1 - messages.rank
+
+    def talk(steps: int) -> None:
+        for step in range(steps):
+            sent = messages.send(torch.full((200_000,), step, dtype=torch.uint8), other)
+            assert messages.receive(200_000, other).eq(step).all()
+            sent.wait()
+
+    talk(4)
+    if messages.rank == 0:
+        _break(mine[which], how)
+    with pytest.raises(PeerError, match=f"rank {other} (closed its connection|gave up)"):
+        talk(40)
 
 
-def silent(which: int) -> str:
+@on_ranks
+def test_a_piece_that_never_comes_is_a_peer_that_does_not_answer() -> None:
     """Rank 1 never sends one piece: the wait for it ends, and so do those of the other rank, on other connections."""
-    messages = Messages(None, "test", timeout=3)
-    sent = messages.send(torch.zeros(200_000, dtype=torch.uint8), 1 - messages.rank) if messages.rank == 0 else None
-    if messages.rank == 1:
-        started = mailbox._started
-        with mock.patch.object(
-            mailbox,
-            "_started",
-            lambda send, *args: (
-                started(send, *args)
-                if send.__self__ is not connections_of(default_group())[which]
-                else RuntimeError("dropped")
-            ),
-        ):
-            messages.send(torch.zeros(200_000, dtype=torch.uint8), 0)
-    try:
-        messages.receive(200_000, 1 - messages.rank)
-        messages.receive(8, 1 - messages.rank)
-    except PeerError as error:
-        return str(error)
-    return str(sent)
+    connect_more(None, 4, timeout=20)
+    rank, started = dist.get_rank(), mailbox._started
+    messages = Messages(None, "test", timeout=20 if rank else 3)
+    dropped = connections_of(default_group())[3] if rank else None
 
+    def start(send: Any, *args: Any) -> Any:
+        return RuntimeError("dropped") if send.__self__ is dropped else started(send, *args)
 
-def test_a_piece_that_never_comes_is_a_peer_that_does_not_answer(ranks: Ranks):
-    for rank, text in enumerate(ranks.run(widened, 4, silent, 3)):
-        assert f"rank {1 - rank}" in text
+    with mock.patch.object(mailbox, "_started", start):
+        _kept = messages.send(torch.zeros(200_000, dtype=torch.uint8), 1 - rank)
+    if rank == 1:
+        messages.receive(200_000, 0)
+    with pytest.raises(PeerError, match="rank 0 closed" if rank else "rank 1"):
+        messages.receive(8 if rank else 200_000, 1 - rank)
 
 
 @pytest.mark.parametrize("count", [0, 33, True, "4"])
@@ -218,17 +192,10 @@ def test_other_numbers_are_refused(count: Any):
         connect_more(None, count)
 
 
-def own_number() -> str:
-    try:
+@on_ranks
+def test_ranks_agree_on_the_number() -> None:
+    with pytest.raises(AgreementError, match="connections"):
         connect_more(None, 2 + dist.get_rank(), timeout=5)
-    except AgreementError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_agree_on_the_number(ranks: Ranks):
-    for text in ranks.run(own_number):
-        assert "connections" in text
 
 
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
@@ -269,20 +236,15 @@ def test_segments_that_arrived_twice_were_not_lost(monkeypatch: pytest.MonkeyPat
     assert segments() == (5000, again)
 
 
-def test_congestion_control_is_that_of_the_connection_and_can_be_changed(pair: tuple[socket.socket, socket.socket]):
-    allowed = ALLOWED.read_text().split()
-    for name in allowed:
+def test_congestion_control_can_be_changed_where_another_process_names_the_connection(
+    pair: tuple[socket.socket, socket.socket],
+):
+    (here, there), *_ = connections.ends()
+    first, *_, last = allowed = ALLOWED.read_text().split()
+    for name in (*allowed, first):
         assert connections.set_congestion_control(name)
         assert connections.congestion_control() == name
         assert pair[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode() == name
-    assert not connections.set_congestion_control("nosuch")
-    assert connections.congestion_control() == allowed[-1]
-
-
-def test_connections_that_no_other_process_names_are_left_alone(pair: tuple[socket.socket, socket.socket]):
-    (here, there), *_ = connections.ends()
-    first, *_, last = ALLOWED.read_text().split()
-    assert connections.set_congestion_control(first)
     assert not connections.set_congestion_control(last, [["127.0.0.2 1", "127.0.0.1 1"]])
     assert connections.congestion_control() == first
     assert connections.set_congestion_control(last, [[there, here]])
@@ -292,8 +254,9 @@ def test_connections_that_no_other_process_names_are_left_alone(pair: tuple[sock
 def test_looking_leaves_the_connections_and_no_file_open(pair: tuple[socket.socket, socket.socket]):
     before = os.listdir("/proc/self/fd")
     assert segments().sent >= 0
-    assert connections.congestion_control()
+    control = connections.congestion_control()
     assert not connections.set_congestion_control("nosuch")
+    assert connections.congestion_control() == control != ""
     assert os.listdir("/proc/self/fd") == before
     pair[0].sendall(b"there")
     assert pair[1].recv(9) == b"there"

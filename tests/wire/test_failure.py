@@ -11,7 +11,7 @@ from lowbit.wire.checksum import signature
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.pytorch import default_group
 from lowbit.wire.store import Board
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 CLOSED = RuntimeError("Connection closed by peer")
 SILENT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
@@ -65,31 +65,25 @@ class Gone:
         raise RuntimeError("Broken pipe")
 
 
-def without_store(answers: bool) -> tuple[str, float]:
+@pytest.mark.parametrize("answers", [True, False])
+@on_ranks(1)
+def test_a_store_that_is_gone_too_does_not_hold_anybody_up(answers: bool) -> None:
     board = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0)
     board._board = Board(Gone(answers), "key")
     start = time.monotonic()
-    return str(board.blame(1, CLOSED)), time.monotonic() - start
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_store_that_is_gone_too_does_not_hold_anybody_up(ranks: Ranks, answers: bool):
-    [(text, seconds)] = ranks.run(without_store, answers, ranks=1)
+    text = str(board.blame(1, CLOSED))
     assert text.startswith("host 1 closed its connection; so did the store, which host 0 hosts")
-    assert seconds < 20
+    assert time.monotonic() - start < 20
 
 
 def signed(key: str = "lowbit/failure/test", attempt: str = "0", secret: bytes = b"", **note: object) -> str:
     return json.dumps(note | {"signature": signature(secret, attempt, key, note)})
 
 
-def blames_after(*written: str) -> list[tuple[str, int]]:
-    found = []
-    for line in written:
-        default_group().get_group_store().append("lowbit/failure/test", line + "\n")
-        error = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0).blame(1, CLOSED)
-        found.append((str(error), error.rank))
-    return found
+def blame_after(written: str) -> tuple[int, str]:
+    default_group().get_group_store().append("lowbit/failure/test", written + "\n")
+    error = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0).blame(1, CLOSED)
+    return error.rank, str(error)
 
 
 NO_NOTES = (
@@ -101,12 +95,10 @@ NO_NOTES = (
 )  # fmt: skip
 
 
-def test_what_is_no_note_is_ignored(ranks: Ranks):
-    [found] = ranks.run(blames_after, *NO_NOTES, ranks=1)
-    for written, (text, rank) in zip(NO_NOTES, found, strict=True):
+@on_ranks(1)
+def test_only_notes_that_a_rank_signed_count_and_are_given_in_printable_characters() -> None:
+    for written in NO_NOTES:
+        rank, text = blame_after(written)
         assert (rank, text.split(" (")[0]) == (1, "host 1 closed its connection"), written
-
-
-def test_a_reason_that_a_rank_signed_is_given_in_printable_characters(ranks: Ranks):
-    [[(text, rank)]] = ranks.run(blames_after, signed(rank=1, reason="no \x1b[31mroom\x9b"), ranks=1)
-    assert (rank, text) == (1, "host 1 gave up: no \\x1b[31mroom\\x9b")
+    note = signed(rank=1, reason="no \x1b[31mroom\x9b")
+    assert blame_after(note) == (1, "host 1 gave up: no \\x1b[31mroom\\x9b")

@@ -22,32 +22,30 @@ from lowbit.wire.mailbox import Mailbox, Route
 from lowbit.wire.messages import Messages
 from lowbit.wire.pytorch import default_group
 from tests.pipeline import toy
-from tests.processes import Ranks
+from tests.processes import on_ranks
 
 # Bytes of payload that are sent and expected: of two size classes, as in the abort that was seen, and of one.
 LENGTHS = [(4096, 64), (64, 4096), (100, 64), (64, 100)]
 
 
-def said(outcomes: list[Any], sent: int, expected: int) -> None:
-    for text in outcomes:
-        assert f"the message from rank 0 has {sent + 8} bytes with its checksum; rank 1 expects {expected + 8}" in text
+def disagree(sent: int, expected: int, about: str = "", stages: bool = False) -> Any:
+    """What both ranks must raise."""
+    names = [f"rank {rank}{rf' .stage {rank}.' * stages}" for rank in range(2)]
+    lengths = f"has {sent + 8} bytes with its checksum; {names[1]} expects {expected + 8}"
+    return pytest.raises(PeerError, match=f"{about}the message from {names[0]} {lengths}")
 
 
-def conversed(sent: int, expected: int) -> str:
+def conversed(sent: int, expected: int) -> None:
     messages = Messages(None, "test", timeout=3)
-    try:
+    with disagree(sent, expected):
         if messages.rank == 0:
             messages.send(torch.ones(sent, dtype=torch.uint8), 1).wait()
             messages.receive(8, 1)
         else:
             messages.receive(expected, 0)
-            messages.send(torch.zeros(1, dtype=torch.int64), 0)
-    except PeerError as error:
-        return str(error)
-    return ""
 
 
-def collected(sent: int, expected: int) -> str:
+def collected(sent: int, expected: int) -> None:
     """Rank 0 and rank 1 exchange payloads; rank 0's has a length that rank 1 does not expect."""
     rank = dist.get_rank()
 
@@ -66,42 +64,35 @@ def collected(sent: int, expected: int) -> str:
 
     facts = {"collective": "crossing"}
     call = CollectiveCall(facts=facts, group=default_group(), device=torch.device("cpu"), timeout=3, work=work)
-    try:
+    with disagree(sent, expected):
         queue_of(default_group()).submit(call).wait()
-    except PeerError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("kind", [conversed, collected])
 @pytest.mark.parametrize(("sent", "expected"), LENGTHS)
-def test_of_a_single_message_and_a_collectives(ranks: Ranks, kind: Any, sent: int, expected: int):
-    said(ranks.run(kind, sent, expected), sent, expected)
+@on_ranks
+def test_of_a_single_message_and_a_collectives(kind: Any, sent: int, expected: int) -> None:
+    kind(sent, expected)
 
 
-def piped(more: int) -> str:
+@pytest.mark.parametrize("more", [1 << 16, 5, -5])
+@on_ranks
+def test_of_an_activation(more: int) -> None:
     """In the second step, rank 0 sends activations that are longer (or shorter) than rank 1 expects."""
-    run = toy.Run("gpipe", toy.lowbit(timeout=5.0))
+    run = toy.Run("gpipe", toy.lowbit(forward=toy.INT4, backward=toy.INT4, timeout=5.0))
     run.train(0)
-    encode = Lane.encode
+    encode, size = Lane.encode, toy.INT4.nbytes((toy.ROWS, 8, toy.WIDTH))
 
     def encoded(self: Lane, *args: Any, room: int = 0, **kwargs: Any) -> torch.Tensor:
         message = encode(self, *args, room=room, **kwargs)
         return torch.cat([message, message.new_zeros(more)]) if more > 0 else message[:more]
 
-    with mock.patch.object(Lane, "encode", encoded if dist.get_rank() == 0 else encode):
-        try:
-            run.train(1)
-        except PeerError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("more", [1 << 16, 5, -5])
-def test_of_an_activation(ranks: Ranks, more: int):
-    for text in ranks.run(piped, more):
-        assert "boundary 0 forward, micro-batch 0, tensor 0, step 2: the message from rank 0 (stage 0) has " in text
-        assert " bytes with its checksum; rank 1 (stage 1) expects " in text
+    where = "boundary 0 forward, micro-batch 0, tensor 0, step 2: "
+    with (
+        mock.patch.object(Lane, "encode", encoded if dist.get_rank() == 0 else encode),
+        disagree(size + more, size, where, stages=True),
+    ):
+        run.train(1)
 
 
 @pytest.mark.parametrize(("checksums", "room"), [(True, 256), (False, 100)])

@@ -29,93 +29,78 @@ from tests.processes import Ranks, on_ranks
 VALUE = {"names": ["a", "ü"], "shape": [3, 4], "none": None, "nan": float("inf")}
 
 
-def carried(checksums: bool) -> Any:
+@pytest.mark.parametrize("checksums", [True, False])
+@on_ranks
+def test_what_is_sent_arrives(checksums: bool) -> None:
     messages = Messages(None, "test", timeout=10, checksums=checksums)
+    numbers = torch.arange(12.0).view(3, 4)
     if messages.rank == 0:
         messages.send_json(VALUE, 1)
-        numbers = torch.arange(12.0).view(3, 4)
         sent = [messages.send(numbers.t(), 1), messages.send(numbers[:0], 1)]
         numbers.zero_()  # a copy travels
         for each in sent:
             each.wait()
-        return messages.receive_json(1)
-    value = messages.receive_json(0)
-    numbers, nothing = messages.expect(48, 0), messages.expect(0, 0)
-    assert nothing.wait().numel() == 0, "waited for in any order"
-    transposed = torch.arange(12.0).view(3, 4).t().reshape(-1)
-    assert torch.equal(numbers.wait().view(torch.float32), transposed)
-    messages.send_json(value, 0)
-    return value
+        assert messages.receive_json(1) == VALUE
+    else:
+        value = messages.receive_json(0)
+        arrived, nothing = messages.expect(48, 0), messages.expect(0, 0)
+        assert nothing.wait().numel() == 0, "waited for in any order"
+        assert torch.equal(arrived.wait().view(torch.float32), numbers.t().reshape(-1))
+        messages.send_json(value, 0)
 
 
-@pytest.mark.parametrize("checksums", [True, False])
-def test_what_is_sent_arrives(ranks: Ranks, checksums: bool):
-    assert ranks.run(carried, checksums) == [VALUE, VALUE]
-
-
-def changed(change: Any) -> tuple[str, int]:
+@pytest.mark.parametrize(("change", "number"), [(Flip(1), 1), (Replay(1, 2), 2)], ids=["changed", "twice"])
+@on_ranks
+def test_a_message_that_changed_or_comes_twice_names_its_sender(change: Any, number: int) -> None:
     messages = Messages(None, "saving", timeout=10)
     if messages.rank == 0:
         with on_the_way(0, change):
             for value in range(3):
                 messages.send(torch.tensor([value]), 1).wait()
-        return "", -1
-    try:
-        for value in range(3):
-            assert int(messages.receive(8, 0, "weight").view(torch.int64)) == value
-    except DamagedError as error:
-        return str(error), error.rank
-    finally:
-        for _ in range(1 if isinstance(change, Flip) else 0):
-            messages.receive(8, 0, "weight")
-    return "", -1
+        return
+    for value in range(number):
+        assert int(messages.receive(8, 0, "weight").view(torch.int64)) == value
+    said = f"^saving, weight, number {number}: the message from rank 0 is damaged: "
+    with pytest.raises(DamagedError, match=said) as error:
+        messages.receive(8, 0, "weight")
+    assert error.value.rank == 0
+    for _ in range(number + 1, 3):
+        messages.receive(8, 0, "weight")
 
 
-@pytest.mark.parametrize(("change", "number"), [(Flip(1), 1), (Replay(1, 2), 2)], ids=["changed", "twice"])
-def test_a_message_that_changed_or_comes_twice_names_its_sender(ranks: Ranks, change: Any, number: int):
-    text, culprit = ranks.run(changed, change)[1]
-    assert text.startswith(f"saving, weight, number {number}: the message from rank 0 is damaged: ")
-    assert culprit == 0
-
-
-def silent() -> tuple[str, int, float]:
+@on_ranks
+def test_a_peer_that_is_silent_is_an_error_in_time() -> None:
     messages = Messages(None, "test", timeout=2)
     if messages.rank == 1:
         time.sleep(4)
-        return "", -1, 0
+        return
     start = time.monotonic()
-    with pytest.raises(PeerError) as error:
+    with pytest.raises(PeerError, match="^rank 1 did not answer within 2 s") as error:
         messages.receive(8, 1)
-    return str(error.value), error.value.rank, time.monotonic() - start
+    assert error.value.rank == 1
+    assert time.monotonic() - start < 3.5
 
 
-def test_a_peer_that_is_silent_is_an_error_in_time(ranks: Ranks):
-    text, culprit, seconds = ranks.run(silent)[0]
-    assert text.startswith("rank 1 did not answer within 2 s")
-    assert culprit == 1
-    assert seconds < 3.5
-
-
-def told(size: int, text: bytes) -> str:
-    """What a rank says about JSON that is none, or that would take too much memory."""
+@pytest.mark.parametrize(
+    ("size", "text", "said"),
+    [
+        (1 << 40, b"", f"announces {1 << 40} bytes of JSON; allowed: 1 to {MOST_BYTES}$"),
+        (-1, b"", f"announces -1 bytes of JSON; allowed: 1 to {MOST_BYTES}$"),
+        (3, b"[1,", "sent text that is not JSON: "),
+        (100_000, b"[" * 100_000, "sent text that is not JSON: "),
+    ],
+    ids=["huge", "negative", "cut", "deep"],
+)
+@on_ranks
+def test_what_a_peer_tells_is_read_with_care(size: int, text: bytes, said: str) -> None:
     messages = Messages(None, "test", timeout=10)
-    if dist.get_rank() == 1:
+    if messages.rank == 1:
         messages.send(torch.tensor([size]), 0).wait()
         if text:
             messages.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0).wait()
-        return ""
-    with pytest.raises(ValueError, match="JSON") as error:
+        return
+    with pytest.raises(ValueError, match=f"^rank 1 {said}"):
         messages.receive_json(1)
-    return str(error.value)
-
-
-def test_what_a_peer_tells_is_read_with_care(ranks: Ranks):
-    limit = f"allowed: 1 to {module.MOST_BYTES}"
-    assert ranks.run(told, 1 << 40, b"")[0] == f"rank 1 announces {1 << 40} bytes of JSON; {limit}"
-    assert ranks.run(told, -1, b"")[0] == f"rank 1 announces -1 bytes of JSON; {limit}"
-    assert ranks.run(told, 3, b"[1,")[0].startswith("rank 1 sent text that is not JSON: ")
-    deep = b"[" * 100_000
-    assert ranks.run(told, len(deep), deep)[0].startswith("rank 1 sent text that is not JSON: ")
 
 
 DELAY = 0.04  # seconds that a message takes longer
@@ -141,31 +126,6 @@ def test_both_ranks_learn_the_round_trip_and_the_offset_of_their_clocks(ranks: R
     assert first.error >= 1e9 * DELAY
 
 
-def _rate(trip: float, rate: float, seconds: float) -> tuple[float | None, list[int]]:
-    """The rate that is measured, and the sizes of what arrives, on a clock that only messages of a probe move on."""
-    messages, sizes, now = Messages(None, "test", timeout=60), list[int](), [0.0]
-    send, expect = Messages.send, Messages.expect
-
-    def slow(self: Messages, payload: torch.Tensor, to: int) -> Any:
-        if payload.nbytes > 8:
-            now[0] += trip + 8e-6 * payload.nbytes / rate
-        return send(self, payload, to)
-
-    def counted(self: Messages, nbytes: int, *args: Any) -> Any:
-        sizes.append(nbytes)
-        return expect(self, nbytes, *args)
-
-    with (
-        mock.patch.object(Messages, "send", slow),
-        mock.patch.object(Messages, "expect", counted),
-        mock.patch.object(module, "time", SimpleNamespace(perf_counter=lambda: now[0])),
-    ):
-        if messages.rank:
-            take_rate(messages, 0)
-            return None, [size for size in sizes if size > 8]
-        return send_rate(messages, 1, trip=trip, seconds=seconds), []
-
-
 @pytest.mark.parametrize(
     ("trip", "rate", "seconds", "sizes"),
     [
@@ -175,36 +135,37 @@ def _rate(trip: float, rate: float, seconds: float) -> tuple[float | None, list[
         (0.0, 9000.0, 0.0, [1 << 18, 1 << 24]),
     ],
 )
-def test_messages_grow_until_their_rate_counts(
-    ranks: Ranks, trip: float, rate: float, seconds: float, sizes: list[int]
-):
-    (found, _), (_, arrived) = ranks.run(_rate, trip, rate, seconds)
-    assert arrived == sizes
-    assert found == pytest.approx(rate)
+@on_ranks
+def test_messages_grow_until_their_rate_counts(trip: float, rate: float, seconds: float, sizes: list[int]) -> None:
+    """On a clock that only messages of a probe move on."""
+    messages, arrived, now = Messages(None, "test", timeout=60), list[int](), [0.0]
+    send, expect = Messages.send, Messages.expect
+
+    def slow(self: Messages, payload: torch.Tensor, to: int) -> Any:
+        if payload.nbytes > 8:
+            now[0] += trip + 8e-6 * payload.nbytes / rate
+        return send(self, payload, to)
+
+    def counted(self: Messages, nbytes: int, *args: Any) -> Any:
+        arrived.append(nbytes)
+        return expect(self, nbytes, *args)
+
+    with (
+        mock.patch.object(Messages, "send", slow),
+        mock.patch.object(Messages, "expect", counted),
+        mock.patch.object(module, "time", SimpleNamespace(perf_counter=lambda: now[0])),
+    ):
+        if messages.rank:
+            take_rate(messages, 0)
+            assert [size for size in arrived if size > 8] == sizes
+        else:
+            assert send_rate(messages, 1, trip=trip, seconds=seconds) == pytest.approx(rate)
 
 
 def test_neighbours_measure_in_turn():
     assert neighbours(1) == []
     assert neighbours(2) == [(0, 1)]
     assert neighbours(4) == [(0, 1), (2, 3), (1, 2), (3, 0)]
-
-
-def _lies(nbytes: int) -> str:
-    messages = Messages(None, "test", timeout=20)
-    with mock.patch.object(module, "_MOST_MESSAGES", 2):
-        if messages.rank:
-            for _ in range(2 if nbytes in module._SIZES else 1):
-                messages.send(torch.tensor([nbytes]), 0).wait()
-                if nbytes in module._SIZES:
-                    messages.receive(8, 0)
-                    messages.send(torch.zeros(nbytes, dtype=torch.uint8), 0).wait()
-                    messages.receive(8, 0)
-            return ""
-        try:
-            take_rate(messages, 1)
-        except ValueError as error:
-            return str(error)
-    return "no error"
 
 
 @pytest.mark.parametrize(
@@ -215,8 +176,20 @@ def _lies(nbytes: int) -> str:
         (1 << 18, "more than 2 messages"),
     ],
 )
-def test_a_sender_that_lies_is_named(ranks: Ranks, nbytes: int, said: str):
-    assert said in ranks.run(_lies, nbytes)[0]
+@on_ranks
+def test_a_sender_that_lies_is_named(nbytes: int, said: str) -> None:
+    messages = Messages(None, "test", timeout=20)
+    with mock.patch.object(module, "_MOST_MESSAGES", 2):
+        if messages.rank == 0:
+            with pytest.raises(ValueError, match=said):
+                take_rate(messages, 1)
+            return
+        for _ in range(2 if nbytes in module._SIZES else 1):
+            messages.send(torch.tensor([nbytes]), 0).wait()
+            if nbytes in module._SIZES:
+                messages.receive(8, 0)
+                messages.send(torch.zeros(nbytes, dtype=torch.uint8), 0).wait()
+                messages.receive(8, 0)
 
 
 VALUES = [
@@ -230,42 +203,20 @@ VALUES = [
 ]
 
 
-def states(count: int) -> Any:
-    rank = dist.get_rank()
-    return [gather_json(VALUES[(rank + i) % len(VALUES)]) for i in range(count)]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_values_of_any_size_and_kind_arrive_as_they_are(ranks: Ranks, size: int):
-    expected = [[VALUES[(rank + i) % len(VALUES)] for rank in range(size)] for i in range(7)]
-    assert ranks.run(states, 7, ranks=size) == [expected] * size
-
-
 @on_ranks(3)
-def test_nan_arrives_tuples_become_lists_and_a_group_may_be_a_part() -> None:
+def test_values_of_any_size_and_kind_arrive_as_they_are() -> None:
+    """But tuples become lists. A group may be a part."""
+    rank, count = dist.get_rank(), len(VALUES)
+    for i in range(count):
+        assert gather_json(VALUES[(rank + i) % count]) == [VALUES[(r + i) % count] for r in range(3)]
     with pytest.raises(TypeError, match="not JSON serializable"):
         gather_json(object())
-    stated = gather_json((dist.get_rank(), math.nan))
+    stated = gather_json((rank, math.nan))
     assert [first for first, _ in stated] == [0, 1, 2]
     assert all(math.isnan(second) for _, second in stated)
     pair = dist.new_group([0, 1])
-    if dist.get_rank() < 2:
+    if rank < 2:
         assert gather_json("only two", pair) == ["only two"] * 2
-
-
-def hostile(length: int, text: bytes) -> str:
-    """Rank 1 announces a length and sends a text of its own; what rank 0 says of it."""
-    if dist.get_rank() == 0:
-        with pytest.raises(ValueError, match="rank") as caught:
-            gather_json({"fair": True})
-        return str(caught.value)
-    sizes = torch.empty(2, dtype=torch.int64)
-    module.pytorch.gather(sizes, torch.tensor([length]), dist.group.WORLD)
-    longest = int(sizes.max())
-    if 0 < length <= MOST_BYTES:
-        message = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        module.pytorch.gather(torch.empty(2 * longest, dtype=torch.uint8), message, dist.group.WORLD)
-    return ""
 
 
 PICKLE = b"cos\nsystem\n(S'false'\ntR."
@@ -278,13 +229,24 @@ PICKLE = b"cos\nsystem\n(S'false'\ntR."
         (4, b"\xff\xfe\x00\x01", "what rank 1 of the group stated is not JSON"),
         (40000, b"[" * 40000, "what rank 1 of the group stated is not JSON"),
         (5000, b"9" * 5000, "what rank 1 of the group stated is not JSON"),
-        (2**62, b"", f"ranks state [14, {2**62}] bytes; allowed: 1 to {MOST_BYTES} each"),
-        (-1, b"", "ranks state [14, -1] bytes"),
-        (0, b"", "ranks state [14, 0] bytes"),
+        (2**62, b"", rf"ranks state \[14, {2**62}\] bytes; allowed: 1 to {MOST_BYTES} each"),
+        (-1, b"", r"ranks state \[14, -1\] bytes"),
+        (0, b"", r"ranks state \[14, 0\] bytes"),
     ],
 )
-def test_a_peer_that_sends_something_else_is_an_error(ranks: Ranks, length: int, text: bytes, message: str):
-    assert ranks.run(hostile, length, text)[0].startswith(message)
+@on_ranks
+def test_a_peer_that_sends_something_else_is_an_error(length: int, text: bytes, message: str) -> None:
+    """Rank 1 announces a length and sends a text of its own."""
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            gather_json({"fair": True})
+        return
+    sizes = torch.empty(2, dtype=torch.int64)
+    module.pytorch.gather(sizes, torch.tensor([length]), dist.group.WORLD)
+    longest = int(sizes.max())
+    if 0 < length <= MOST_BYTES:
+        sent = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        module.pytorch.gather(torch.empty(2 * longest, dtype=torch.uint8), sent, dist.group.WORLD)
 
 
 @on_ranks
