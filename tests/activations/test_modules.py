@@ -82,21 +82,27 @@ def test_dropout_that_is_turned_on_later_drops():
     assert saved == {torch.uint8: GroupInt().nbytes((5, DIM)) + GroupInt().nbytes((5, 64)) + mask}
 
 
-@pytest.mark.parametrize(("linear", "norm", "stored"), [(8, 4, [8]), (6, 6, [6]), (4, 8, [4, 8])])
-def test_a_norm_after_a_linear_layer_takes_what_that_saved_if_it_will_do(linear: int, norm: int, stored: list[int]):
+@pytest.mark.parametrize(("linear", "norm", "norm_first", "stored"), [
+    (8, 4, False, [8]), (6, 6, False, [6]), (4, 8, False, [4, 8]), (4, 8, True, [8]), (8, 8, True, [8]),
+    (16, 8, True, [8]),
+])  # fmt: skip
+def test_a_norm_and_a_linear_layer_store_one_input_if_the_first_ones_will_do(
+    linear: int, norm: int, norm_first: bool, stored: list[int]
+):
     plain = nn.LayerNorm(DIM)
     ours = nn.ModuleList([nn.Linear(DIM, 4), copy.deepcopy(plain)])
     compress_saved_(ours, LayerAware(linear=linear, norm=norm, smallest=0))
     x, codecs = rows(), [GroupInt(bits=bits, group=64) for bits in stored]
+    shared = x * 1
     with saved_bytes(ours) as saved:
-        first, y = ours[0](x), ours[1](x)
+        first, y = (module(shared) for module in (reversed(ours) if norm_first else ours))
     assert saved[torch.uint8] == sum(codec.nbytes(x.shape) for codec in codecs)
-    rounded, grad = codecs[-1].round_trip(x.detach()).requires_grad_(), torch.randn(y.shape)
-    y.backward(grad)
+    assert saved[torch.float32] == (4 * x.numel() if linear == 16 else 0)
+    rounded, grad = codecs[-1].round_trip(x.detach()).requires_grad_(), torch.randn(x.shape)
+    (first if norm_first else y).backward(grad)
     plain(rounded).backward(grad)
     torch.testing.assert_close(x.grad, rounded.grad)
     torch.testing.assert_close(ours[1].weight.grad, plain.weight.grad)
-    assert first.requires_grad
 
 
 @pytest.mark.parametrize("bits", [4, 16])
