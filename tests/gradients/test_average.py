@@ -21,6 +21,7 @@ from lowbit.gradients.storage import average_bytes
 from lowbit.wire import pytorch
 from tests.collectives.traffic import equal_everywhere, sent_bytes
 from tests.processes import Ranks, on_ranks
+from tests.refused import refused
 
 FP8 = BlockFloat8()
 SHAPES = [(), (3,), (5,), (127,), (128,), (129, 7), (300, 40), (64, 64), (2, 0), (6000,)]
@@ -188,26 +189,21 @@ def test_a_peer_that_hangs_is_named_in_time(ranks: Ranks):
     assert ranks.run(hangs)[0] < 5
 
 
-def refuses() -> str:
-    storage = GradientStorage([nn.Parameter(torch.zeros(4))], codec=GroupInt(bits=8, symmetric=True))
-    with pytest.raises(
-        TypeError, match="codec is GroupInt.*cannot be cut into parts; allowed: BlockFloat8, or all_red"
-    ):
-        storage.average()
-    with pytest.raises(TypeError, match="timeout is 'soon'"):
-        GradientStorage([nn.Parameter(torch.zeros(4))]).average(timeout="soon")  # pyright: ignore
-    alone = GradientStorage([parameter := nn.Parameter(torch.zeros(4))])
+@on_ranks(1)
+def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    coded, alone = (GradientStorage([parameter], codec=c) for c in (GroupInt(bits=8, symmetric=True), FP8))
+    refused(
+        (coded.average, TypeError, "codec is GroupInt.*cannot be cut into parts; allowed: BlockFloat8, or all_red"),
+        (lambda: alone.average(timeout="soon"), TypeError, "timeout is 'soon'"),  # pyright: ignore
+    )
     parameter.grad = torch.arange(4.0)
     alone.average()
     alone.close()
     alone.average()
     assert list(payloads(alone)) == ["0"]
     assert parameter.grad is None
-    return str(alone.gradient(parameter))
-
-
-def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients(ranks: Ranks):
-    assert ranks.run(refuses, ranks=1) == [str(torch.arange(4.0))]
+    assert str(alone.gradient(parameter)) == str(torch.arange(4.0))
 
 
 @on_ranks
