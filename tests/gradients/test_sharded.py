@@ -86,6 +86,7 @@ def eight_bits_stored_and_reduced() -> tuple[list[float], float]:
     norm = storage.norm()
     full: Any = nn.utils.get_total_norm([p.grad for p in low.parameters() if p.grad is not None])
     assert norm == pytest.approx(full.full_tensor().item(), rel=1e-5)
+    assert storage.clip_(2 * norm) == norm == storage.norm()
     assert storage.clip_(norm / 2) == norm
     assert storage.norm() == pytest.approx(norm / 2, rel=1e-4)
     gradient: Any = storage.gradient(low[0].weight)

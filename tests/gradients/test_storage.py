@@ -3,6 +3,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowbit.codecs import AQSGD, BlockFloat8, GroupInt
+from lowbit.collectives import algorithms, reduce
 from lowbit.gradients import GradientStorage
 from lowbit.gradients.stored import StoredGradient
 from tests.collectives.traffic import equal_everywhere
@@ -144,6 +146,23 @@ def test_no_full_precision_copy_of_the_whole_ever_exists() -> None:
     assert peak(lambda: storage.step(optimizer)) < few
 
 
+@on_ranks
+def test_an_average_decodes_a_chunk_at_a_time() -> None:
+    work, live, count = algorithms.two_shot_coded, Live(), 1 << 16
+
+    def followed(*args: Any, **options: Any) -> None:  # in a thread of its own
+        with live:
+            work(*args, **options)
+
+    parameter = nn.Parameter(torch.zeros(count))
+    storage = GradientStorage([parameter])
+    parameter.grad = torch.randn(count)
+    storage.absorb()
+    with mock.patch.object(algorithms, "two_shot_coded", followed), mock.patch.object(reduce, "CHUNK", 2048):
+        storage.average()
+    assert 4 * 2048 <= live.most < count, "its own half in float32 has twice as many bytes"
+
+
 class CountsInGroups(torch.optim.SGD):
     """Keeps its step count with the hyperparameters, as some optimizers do."""
 
@@ -203,21 +222,6 @@ def test_a_step_in_portions_is_the_whole_step(name: str) -> None:
     assert a["param_groups"] == b["param_groups"]
     assert a["state"].keys() == b["state"].keys()
     assert any(not torch.equal(p, q) for p, q in zip(ours.parameters(), Toy().parameters(), strict=True))
-
-
-def test_clipping_is_the_engines() -> None:
-    for limit in (0.01, 100.0):
-        model = Toy()
-        storage = filled(model)
-        plain = copy.deepcopy(model)
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            p.grad = storage.gradient(q)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), limit)
-        assert storage.clip_(limit) == pytest.approx(expected.item(), rel=1e-5)
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            found = storage.gradient(q)
-            assert (found is None) == (p.grad is None)
-            assert found is None or torch.allclose(found, p.grad, rtol=1e-5, atol=0)
 
 
 def test_a_factor_concerns_only_what_was_there() -> None:
