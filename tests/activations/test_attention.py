@@ -89,27 +89,26 @@ def test_gradients_and_kept(written: str, dropout: float):
 @pytest.mark.parametrize("act", ["hook", "retain_grad", "module hook"])
 def test_what_users_put_in_between(act: str):
     """Gradients of scores and probabilities are seen and changed as without compression."""
-    found = []
-    plain = Attention()
+    plain, seen, found = Attention(), [], []
     ours = copy.deepcopy(plain)
     compress_saved_(ours, LayerAware(bits=16))
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(grad)
+        return grad * 0.5
+
+    def retained(x: Tensor) -> None:
+        x.retain_grad()
+        seen.append(x)
+
     for model in (plain, ours):
-        seen: list[Any] = []
-
-        def hook(x: Tensor, seen: list[Any] = seen) -> None:
-            if act == "hook":
-                x.register_hook(lambda grad: seen.append(grad) or grad * 0.5)
-            elif act == "retain_grad":
-                x.retain_grad()
-                seen.append(x)
-
-        model.between = hook
         if act == "module hook":
-            model.dropout.register_full_backward_hook(
-                lambda _, __, out, seen=seen: seen.append(out[0]) or (out[0] * 2,)
-            )
+            model.dropout.register_full_backward_hook(lambda _, __, out: (hook(out[0]),))
+        else:
+            model.between = retained if act == "retain_grad" else lambda x: x.register_hook(hook)
         grads = gradients(model, loss_of(model))
         found.append((grads, [x.grad if act == "retain_grad" else x for x in seen]))
+        seen.clear()
     assert len(found[0][1]) == len(found[1][1]) > 1
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-8)
     assert distance(found[1][0], found[0][0]) < 1e-6

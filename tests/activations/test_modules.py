@@ -57,19 +57,6 @@ def test_norms_without_weight(bias: bool, bits: int):
     assert distance(gradients(ours, y.square().sum()), expected) < (0.03 if bits == 8 else 1e-6)
 
 
-def test_linear_layers_with_another_forward_compute_that():
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    model[0].forward = lambda x: functional.linear(x, model[0].weight) * 3
-    expected = model(rows())
-    grads = gradients(model, expected.square().sum())
-    compress_saved_(model, LayerAware(bits=8, smallest=0))
-    with saved_bytes(model) as saved:
-        y = model(rows() * 1)
-    assert saved[torch.uint8] == 2 * GroupInt(bits=8).nbytes((5, DIM))
-    torch.testing.assert_close(y, expected)
-    assert distance(gradients(model, y.square().sum()), grads) < 0.01
-
-
 def test_dropout_that_is_turned_on_later_drops():
     mlp = nn.Sequential(nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM), nn.Dropout(0.0))
     compress_saved_(mlp, LayerAware(bits=4, smallest=0))

@@ -54,72 +54,45 @@ def halve(grad: Tensor) -> Tensor:
     return grad * 0.5
 
 
+def halves(grads: Any) -> tuple[Tensor | None, ...]:
+    return tuple(g * 0.5 if g is not None and g.is_floating_point() else g for g in grads)
+
+
+def note(grads: Any, seen: Seen) -> None:
+    seen.extend(g.clone() for g in grads if g is not None)
+
+
 def on_output(act: Callable[[Tensor, Seen], Any]) -> Callable[[nn.Module, Seen], None]:
     """Do something with the output of a module, which may give another one."""
 
     def install(module: nn.Module, seen: Seen) -> None:
         def hook(_: Any, args: Any, out: Any) -> Any:
-            outs = out if isinstance(out, tuple) else (out,)
-            new = act(outs[0], seen)
-            return (new, *outs[1:]) if new is not None and outs is out else new
+            new = act(out[0] if isinstance(out, tuple) else out, seen)
+            if isinstance(new, Tensor):
+                return (new, *out[1:]) if isinstance(out, tuple) else new
 
         module.register_forward_hook(hook)
 
     return install
 
 
-def tensor_hook(x: Tensor, seen: Seen) -> None:
-    x.register_hook(halve)
-
-
-def retained(x: Tensor, seen: Seen) -> None:
-    x.retain_grad()
-    seen.append(x)  # its gradient is read when all is done
-
-
-def node_hook(x: Tensor, seen: Seen) -> None:
-    assert x.grad_fn is not None
-    x.grad_fn.register_hook(lambda grads, outs: tuple(None if g is None else g * 0.5 for g in grads))
-
-
-def node_prehook(x: Tensor, seen: Seen) -> None:
-    assert x.grad_fn is not None
-    x.grad_fn.register_prehook(lambda grads: tuple(g * 0.5 for g in grads))
-
-
-def multi_hook(x: Tensor, seen: Seen) -> None:
-    register_multi_grad_hook([x], lambda grads: seen.extend(g.clone() for g in grads if g is not None))
-
-
-def reverse(x: Tensor, seen: Seen) -> Tensor:
-    return Reversed.apply(x)
-
-
-def detached(x: Tensor, seen: Seen) -> Tensor:
-    return x.detach()
-
-
-def in_place(x: Tensor, seen: Seen) -> None:
-    x.mul_(0.5)
-
-
 def full_hook(module: nn.Module, seen: Seen) -> None:
     def hook(_: Any, grads: Any, outs: Any) -> Any:
-        seen.extend(t.clone() for t in (*grads, *outs) if t is not None)
-        return tuple(g * 0.5 if g is not None and g.is_floating_point() else g for g in grads)
+        note((*grads, *outs), seen)
+        return halves(grads)
 
     module.register_full_backward_hook(hook)
 
 
 def full_pre_hook(module: nn.Module, seen: Seen) -> None:
-    module.register_full_backward_pre_hook(lambda _, outs: tuple(None if g is None else g * 0.5 for g in outs))
+    module.register_full_backward_pre_hook(lambda _, outs: halves(outs))
 
 
 def full_hook_later(module: nn.Module, seen: Seen) -> None:
     """A hook on every tensor that the module gave, registered after the forward pass."""
     outs: Seen = []
     on_output(lambda x, _: outs.append(x))(module, seen)
-    LATER.append(lambda loss: [tensor_hook(x, seen) for x in outs] and None)
+    LATER.append(lambda loss: [x.register_hook(halve) for x in outs] and None)
 
 
 def asked_for(of: Callable[[Tensor], Any]) -> Callable[[nn.Module, Seen], None]:
@@ -145,19 +118,24 @@ def twice(module: nn.Module, seen: Seen) -> None:
 
 LATER: list[Later] = []
 ON_OUTPUTS: dict[str, Any] = {
-    f"output {name}": on_output(act)
+    name: on_output(act)
     for name, act in {
-        "hook": tensor_hook, "retain_grad": retained, "node hook": node_hook, "node prehook": node_prehook,
-        "multi hook": multi_hook, "reversed": reverse,
+        "output hook": lambda x, seen: x.register_hook(halve),
+        "output retain_grad": lambda x, seen: (x.retain_grad(), seen.append(x)),  # read when all is done
+        "output node hook": lambda x, seen: x.grad_fn.register_hook(lambda grads, outs: halves(grads)),
+        "output node prehook": lambda x, seen: x.grad_fn.register_prehook(halves),
+        "output multi hook": lambda x, seen: register_multi_grad_hook([x], lambda grads: note(grads, seen)),
+        "output reversed": lambda x, seen: Reversed.apply(x),
     }.items()
-}  # fmt: skip
+}
 ON_MODULES = ON_OUTPUTS | {
     "full hook": full_hook, "full pre-hook": full_pre_hook, "hook after forward": full_hook_later,
     "autograd.grad": asked_for(lambda x: x), "edge": asked_for(get_gradient_edge), "another reader": read_twice,
 }  # fmt: skip
 PLACEMENTS: dict[str, tuple[str, Any]] = (
     {f"activation: {name}": ("act", install) for name, install in ON_MODULES.items()}
-    | {f"activation: {f.__name__}": ("act", on_output(f)) for f in (in_place, detached)}
+    | {"activation: detached": ("act", on_output(lambda x, seen: x.detach()))}
+    | {"activation: in place": ("act", on_output(lambda x, seen: x.mul_(0.5)))}
     | {"two passes": ("act", twice)}
     | {f"norm: {name}": ("norm", install) for name, install in ON_MODULES.items()}
     | {f"last linear: {name}": ("linear", install) for name, install in ON_OUTPUTS.items()}

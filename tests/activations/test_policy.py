@@ -248,16 +248,6 @@ def test_small_inputs_are_left_alone(rows: int, kept: torch.dtype):
     assert list(saved) == [kept]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_first_input_that_is_not_finite(bad: float):
-    x = inputs().detach()
-    x[0, 0, 0] = bad
-    model = Block()
-    compress_saved_(model)
-    grads = gradients(model, model(x.requires_grad_()).sum())
-    assert not grads["norm.weight"].isfinite().all()
-
-
 @pytest.mark.parametrize("ratio", [30.0, 300.0])
 def test_an_outlier_channel_of_the_residual_stream(ratio: float):
     """Sharp attention, as in trained models, is what rounded q and k harm most: they erred by 20 to 28 % here."""
