@@ -12,18 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit.activations import LayerAware, compress_saved_, follow, handlers, recipes
 from lowbit.activations.counting import counted, layer_type
-from lowbit.train.config import ModelConfig
-from lowbit.train.model import build_model
-from tests.activations.models import DIM, GatedBlock, Runs
+from tests.activations.models import DIM, VOCAB, GatedBlock, Runs, hugging_face, tokens
 
-TOKENS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+TOKENS = tokens()
 TARGETS = TOKENS.roll(1)
 
 
 @pytest.fixture
 def model() -> Any:
-    config = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1)
-    return build_model(config, vocab=64, sequence=24, seed=0).train()
+    return hugging_face("llama")
 
 
 def loss_of(model: Any) -> Tensor:
@@ -116,12 +113,8 @@ def test_nothing_is_saved_without_gradients_and_the_model_is_left_alone(model: A
     with torch.no_grad(), counted(model) as saved:
         loss_of(model)
     assert (saved.total, saved.peak) == (0, {})
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_errors_inside_leave_nothing_behind(model: Any):
     with pytest.raises(IndexError), counted(model):
-        model(input_ids=TOKENS + 64)
+        model(input_ids=TOKENS + VOCAB)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 

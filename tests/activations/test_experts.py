@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lowbit.activations import LayerAware, compress_saved_, counted, experts, restore_
 from lowbit.activations.experts import experts_like
 from lowbit.codecs import GroupInt
-from tests.activations.models import Calls, at, distance, gradients
+from tests.activations.models import Calls, Runs, at, distance, gradients
 
 DIM, FFN, EXPERTS, CHOICES, TOKENS = 32, 48, 6, 2, 40
 
@@ -43,16 +43,11 @@ class Experts(nn.Module):
         return self.act_fn(gate) * up
 
 
-class Block(nn.Module):
+def block() -> Any:
     """A norm and experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.norm, self.experts = nn.RMSNorm(DIM), Experts()
-
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        return self.experts(self.norm(x), index, weights)
+    torch.manual_seed(3)
+    parts = {"norm": nn.RMSNorm(DIM), "experts": Experts()}
+    return Runs(lambda self, x, *routing: self.experts(self.norm(x), *routing), **parts)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +57,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return x, index, torch.rand(TOKENS, CHOICES, generator=numbers).requires_grad_()
 
 
-def all_gradients(block: Block, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
+def all_gradients(block: Any, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Of the parameters and inputs."""
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
     y = block(x, index, weights)
@@ -76,9 +71,9 @@ def assert_close(grads: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 
 @pytest.fixture
-def blocks() -> tuple[Block, Block]:
+def blocks() -> tuple[Any, Any]:
     """A compressed one with exact saved activations, and PyTorch's."""
-    ours, plain = Block(), Block()
+    ours, plain = block(), block()
     compress_saved_(ours, LayerAware(bits=16))
     return ours, plain
 
@@ -86,7 +81,7 @@ def blocks() -> tuple[Block, Block]:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_gradients_are_those_at_the_rounded_inputs(bits: int):
     codec = GroupInt(bits=bits, group=40)
-    ours, plain = Block(), Block()
+    ours, plain = block(), block()
     compress_saved_(ours, LayerAware(bits=bits, norm=bits, group=40))
     x, index, weights = inputs()
     order = index.flatten().sort(stable=True).indices
@@ -125,12 +120,12 @@ def routings() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("index", [*routings()])
-def test_routing_is_exact(index: Tensor, blocks: tuple[Block, Block]):
+def test_routing_is_exact(index: Tensor, blocks: tuple[Any, Any]):
     x, _, weights = inputs()
     weights = weights[:, : index.shape[1]]
     expected = all_gradients(blocks[1], x, index, weights)
     assert_close(all_gradients(blocks[0], x, index, weights), expected)
-    low = Block()
+    low = block()
     compress_saved_(low, LayerAware(bits=8))
     grads = all_gradients(low, x, index, weights)
     if (index < EXPERTS).any():
@@ -140,7 +135,7 @@ def test_routing_is_exact(index: Tensor, blocks: tuple[Block, Block]):
         assert not grads[name][unused].any()
 
 
-def test_the_product_for_all_experts_at_once_gives_the_same(monkeypatch: Any, blocks: tuple[Block, Block]):
+def test_the_product_for_all_experts_at_once_gives_the_same(monkeypatch: Any, blocks: tuple[Any, Any]):
     monkeypatch.setattr(experts, "_in_one_launch", lambda x, weight: True)
     x, index, weights = inputs()
     index = torch.where(index == 2, 3, index)
@@ -148,11 +143,11 @@ def test_the_product_for_all_experts_at_once_gives_the_same(monkeypatch: Any, bl
 
 
 def test_hidden_states_are_saved_once_and_nothing_whole():
-    block = Block()
-    compress_saved_(block, LayerAware(bits=4))
+    model = block()
+    compress_saved_(model, LayerAware(bits=4))
     x, index, weights = inputs()
-    with counted(block) as saved:
-        block(x, index, weights).sum().backward()
+    with counted(model) as saved:
+        model(x, index, weights).sum().backward()
     rows = TOKENS * CHOICES
     norm = GroupInt(bits=8).nbytes((TOKENS, DIM))
     gates = 2 * GroupInt(bits=4).nbytes((rows, FFN))
@@ -161,7 +156,7 @@ def test_hidden_states_are_saved_once_and_nothing_whole():
 
 
 @pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "both", "weights", "x"])
-def test_what_is_frozen_gets_no_gradient(frozen: str, blocks: tuple[Block, Block]):
+def test_what_is_frozen_gets_no_gradient(frozen: str, blocks: tuple[Any, Any]):
     x, index, weights = inputs()
     results = []
     for block in blocks:
@@ -174,7 +169,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: str, blocks: tuple[Block, Block
     assert_close(*results)
 
 
-def test_checkpointing_and_copies(blocks: tuple[Block, Block]):
+def test_checkpointing_and_copies(blocks: tuple[Any, Any]):
     ours, plain = blocks
     x, index, weights = inputs()
     expected = all_gradients(plain, x, index, weights)
@@ -189,7 +184,7 @@ def test_checkpointing_and_copies(blocks: tuple[Block, Block]):
     assert "forward" not in vars(other.experts)
 
 
-def test_wrong_input_gets_the_module_s_own_error(blocks: tuple[Block, Block]):
+def test_wrong_input_gets_the_module_s_own_error(blocks: tuple[Any, Any]):
     ours, plain = blocks
     x, index, weights = inputs()
     calls = (
@@ -208,7 +203,7 @@ def test_wrong_input_gets_the_module_s_own_error(blocks: tuple[Block, Block]):
         ours.experts(x, index)
 
 
-def test_named_arguments_evaluation_and_hooks(blocks: tuple[Block, Block]):
+def test_named_arguments_evaluation_and_hooks(blocks: tuple[Any, Any]):
     ours, plain = blocks
     compress_saved_(plain)
     x, index, weights = inputs()
@@ -234,9 +229,8 @@ def test_a_gate_without_an_operator_is_recomputed_in_full_precision():
         def _apply_gate(self, pre: Tensor) -> Tensor:
             return self.gated(*pre.chunk(2, -1))
 
-    ours, plain = Block(), Block()
-    for block in (ours, plain):
-        block.experts.__class__ = Squared
+    ours, plain = block(), block()
+    ours.experts.__class__ = plain.experts.__class__ = Squared
     done = compress_saved_(ours, LayerAware(bits=8, norm=16))
     assert set(done.bits) == {"norm", "experts"}
     x, index, weights = inputs()

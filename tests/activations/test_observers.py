@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 
 from lowbit.activations import LayerAware, compress_saved_
-from tests.activations.models import DIM, FFN, LENGTH, ROWS, GatedBlock, distance, hugging_face
+from tests.activations.models import DIM, FFN, LENGTH, ROWS, GatedBlock, Reversed, distance, hugging_face
 
 MORE: dict[str, dict[str, Any]] = {
     "llama": {}, "gpt2": {"resid_pdrop": 0.0}, "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 2},
@@ -31,18 +31,6 @@ def model_of(family: str) -> Any:
 
 def forward(model: Any, x: Tensor) -> Tensor:
     return model(x) if isinstance(model, GatedBlock) else model(inputs_embeds=x, use_cache=False).last_hidden_state
-
-
-class Reversed(torch.autograd.Function):
-    """The same tensor, whose gradient is turned around and halved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
-        return -0.5 * grad
 
 
 Seen = list[Tensor]

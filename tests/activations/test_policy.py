@@ -9,7 +9,7 @@ from lowbit.activations import LayerAware, compress_saved_
 from lowbit.activations.policy import WithRows, _error_of_groups, count_of, finer, outliers_and_rest
 from lowbit.codecs import AQSGD, BlockFloat8, Codec, GroupInt
 from lowbit.train.config import METHODS, TrainConfig, from_mapping
-from tests.activations.models import distance, gradients, hugging_face, loss_of, saved_bytes
+from tests.activations.models import Runs, distance, gradients, hugging_face, loss_of, saved_bytes
 
 FINE, FP8 = GroupInt(bits=8, group=16), BlockFloat8()
 MIXED = LayerAware(bits=4, norm=8, mlp=16, layers={"layers.3": 3, "*.mlp.down": 6})
@@ -161,14 +161,10 @@ BROAD = 256
 OUTLIERS = [5, 70, 200]
 
 
-class Block(nn.Module):
-    def __init__(self, norm: Any = nn.RMSNorm) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.norm, self.up, self.act, self.down = norm(BROAD), nn.Linear(BROAD, 96), nn.GELU(), nn.Linear(96, BROAD)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
+def block(norm: Any = nn.RMSNorm) -> Runs:
+    torch.manual_seed(1)
+    parts = {"norm": norm(BROAD), "up": nn.Linear(BROAD, 96), "act": nn.GELU(), "down": nn.Linear(96, BROAD)}
+    return Runs(lambda self, x: x + self.down(self.act(self.up(self.norm(x)))), **parts)
 
 
 def inputs(*, ratio: float = 300.0) -> Tensor:
@@ -198,17 +194,17 @@ def errors(model: nn.Module, policy: LayerAware, x: Tensor) -> tuple[float, floa
 def test_outlier_channels_are_found_at_the_first_step(norm: Any):
     """GELU's input stays exact here, so that only the norm's counts."""
     exact = {"mlp": 16, "linear": 16}
-    bad, _ = errors(Block(norm), LayerAware(outliers=False, **exact), inputs())
-    good, far = errors(Block(norm), LayerAware(**exact), inputs())
+    bad, _ = errors(block(norm), LayerAware(outliers=False, **exact), inputs())
+    good, far = errors(block(norm), LayerAware(**exact), inputs())
     assert bad > 0.1
     assert good < 0.03
     assert far < 0.02
-    usual, _ = errors(Block(norm), LayerAware(**exact), inputs(ratio=1.0))
+    usual, _ = errors(block(norm), LayerAware(**exact), inputs(ratio=1.0))
     assert usual < 0.01  # 8 bits in groups, as without outliers
 
 
 def test_the_first_input_decides():
-    model = Block()
+    model = block()
     compress_saved_(model)
     sizes = []
     for ratio in (300.0, 1.0):
@@ -224,7 +220,7 @@ def test_the_first_input_decides():
 )
 def test_codecs_by_layer_type(codec: Codec):
     """Gradients are those at the rounded inputs of norm, activation and linear layer."""
-    model, x = Block(), inputs(ratio=2.0)
+    model, x = block(), inputs(ratio=2.0)
     ours = copy.deepcopy(model)
     done = compress_saved_(ours, LayerAware(bits=codec))
     assert set(done.bits.values()) == {(kind, codec) for kind in ("norm", "mlp", "linear")}

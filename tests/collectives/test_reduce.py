@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
-from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
+from lowbit.collectives import PeerError, all_reduce, all_reduce_bytes
 from lowbit.collectives import calls as queue
 from tests.collectives.traffic import equal_everywhere, sent_bytes
 from tests.pipeline import toy
@@ -107,27 +107,6 @@ def test_asynchronous_calls_give_the_same() -> None:
     for x, y in zip(xs, alone, strict=True):
         all_reduce(y, INT8, **PIECES)
         assert torch.equal(x, y)
-
-
-@on_ranks(3)
-def test_reduce_scatter_and_all_gather() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for transport in ("messages", "collectives"):
-        whole = data(rank, 9001 * ranks)
-        mine = torch.empty(9001, dtype=torch.bfloat16)
-        reduce_scatter(mine, whole, INT8, op="avg", chunk=4096, transport=transport)
-        expected = exact(ranks, 9001 * ranks, torch.float32, "avg")[rank * 9001 :][:9001]
-        assert float((mine.double() - expected).abs().max()) < 0.1
-        out = torch.empty(ranks, 77)
-        x = data(rank, 77)
-        all_gather(out, x, INT8, chunk=64, transport=transport)
-        assert equal_everywhere(out)
-        for source in range(ranks):
-            expected = data(source, 77)
-            assert float((out[source] - expected).abs().max()) < 0.03
-        again = torch.empty(ranks * 77)
-        all_gather(again, x, INT8, chunk=64, transport=transport, async_op=True).wait()
-        assert torch.equal(again, out.view(-1))
 
 
 @on_ranks

@@ -224,7 +224,7 @@ def ddp(codec: Codec | None, **options: Any) -> DistributedDataParallel:
 
 
 def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 @pytest.mark.parametrize(
