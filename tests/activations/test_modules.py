@@ -3,7 +3,6 @@
 import copy
 import io
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -147,17 +146,6 @@ def test_copies_are_given_back_their_own_forward():
         assert not calls.count
         assert not any("forward" in vars(m) for m in twin.modules())
     compress_saved_(copies[0])
-
-
-@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Hardtanh])
-def test_outputs_may_be_changed_in_place(act: Any):
-    plain = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 64), act(inplace=True), nn.Dropout(0.0), nn.Linear(64, DIM))
-    ours = copy.deepcopy(plain)
-    compress_saved_(ours, LayerAware(bits=8))
-    x = rows().detach().view(1, 5, DIM)
-    expected = gradients(plain, plain(x).square().sum())
-    for _ in range(2):
-        assert distance(gradients(ours, ours(x).square().sum()), expected) < 0.03
 
 
 class MyNorm(nn.Module):

@@ -48,14 +48,18 @@ def sums() -> None:
         (37, torch.float16, {"chunk": 16, "op": "avg"}),
         (150, torch.float32, {"transport": "collectives", "chunk": 2000}),
         (0, torch.bfloat16, {}),
+        (2 * ONE_SHOT_BYTES // SIZE, torch.bfloat16, {}),
     ):
         parts = [part(r, rows, dtype) for r in range(ranks)]
-        for algorithm in ("one_shot", "two_shot"):
+        auto = choose(ranks, codec.nbytes((rows, SIZE)))
+        assert (auto == "two_shot") == (ranks > 2 and rows > 150)
+        for algorithm in ("one_shot", "two_shot", "auto"):
             x = parts[rank].clone().view(rows, 1, SIZE)
             options: dict[str, Any] = how | {"algorithm": algorithm, "small": 0}
             with sent_bytes() as sent:  # whichever rank's part is given: the same
                 all_reduce(x, codec.part(ranks - 1 - rank), **options)
-            expected = summed(codec, parts, algorithm, ranks if "op" in how else 1).to(dtype)
+            used = auto if algorithm == "auto" else algorithm
+            expected = summed(codec, parts, used, ranks if "op" in how else 1).to(dtype)
             assert torch.equal(x.view(rows, SIZE), expected), (rows, dtype, options)
             if "transport" not in how:
                 options.pop("op", None)
@@ -81,20 +85,6 @@ def sums() -> None:
     all_reduce(y, codec, algorithm="two_shot", small=0)
     assert torch.equal(x, y)
     one_question_for_all_layers(rank, ranks)
-    auto_is_one_of_the_two(codec, rank, ranks)
-
-
-def auto_is_one_of_the_two(codec: FeatureInt, rank: int, ranks: int) -> None:
-    for rows in (4, 2 * ONE_SHOT_BYTES // SIZE):
-        expected = choose(ranks, codec.nbytes((rows, SIZE)))
-        assert (expected == "two_shot") == (ranks > 2 and rows > 4)
-        x, y = part(rank, rows), part(rank, rows)
-        all_reduce(x, codec, algorithm="auto", small=0)
-        all_reduce(y, codec, algorithm=expected, small=0)
-        assert torch.equal(x, y)
-        sent = [all_reduce_bytes(x.numel(), codec, rank=rank, ranks=ranks, algorithm=a, small=0)
-                for a in ("auto", expected)]  # fmt: skip
-        assert sent[0] == sent[1]
 
 
 def one_question_for_all_layers(rank: int, ranks: int) -> None:
