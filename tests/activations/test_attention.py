@@ -154,36 +154,21 @@ def test_a_mask_that_cannot_be_read_again(how: str):
     assert distance(gradients(ours, loss_of(ours)), gradients(plain, loss_of(plain))) < 1e-4
 
 
-class Fused:
-    """Fused attention of one tensor, which runs again with `seen` in the place of PyTorch's function."""
+def test_fused_attention_runs_again_as_it_ran():
+    """By the kernels of the forward pass; its casts do not stay in the cache of an outer autocast."""
+    backends, inputs = [], []
 
-    def __init__(self) -> None:
-        self.backends: list[Any] = []
-        self.inputs: list[Any] = []
-        self.layer = Runs(lambda self, x: functional.scaled_dot_product_attention(x, x, x))
-        compress_saved_(nn.ModuleList([self.layer, nn.Linear(8, 8)]))
-
-    def __call__(self) -> Tensor:
-        y: Any = self.layer(2 * torch.randn(2, 4, 32, 16, requires_grad=True))
-        object.__setattr__(y.grad_fn.repeat, "func", self.seen)
-        return y
-
-    def seen(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.backends.append(_cur_sdpa_kernel_backends())
-        self.inputs.extend(map(weakref.ref, args))
+    def run_again(*args: Any, **kwargs: Any) -> Tensor:
+        backends.append(_cur_sdpa_kernel_backends())
+        inputs.extend(map(weakref.ref, args))
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
-
-def test_kernels_that_are_chosen_in_forward_serve_backward():
-    fused = Fused()
-    with sdpa_kernel(SDPBackend.MATH):
-        y = fused()
-    y.sum().backward()
-    assert fused.backends == [[SDPBackend.MATH]]
-
-
-def test_no_casts_stay_in_the_cache_of_an_outer_autocast():
-    fused = Fused()
+    layer = Runs(lambda self, x: functional.scaled_dot_product_attention(x, x, x))
+    compress_saved_(nn.ModuleList([layer, nn.Linear(8, 8)]))
     with torch.autocast("cpu", torch.bfloat16):
-        fused().float().sum().backward()
-        assert [reference() for reference in fused.inputs] == [None] * 3
+        with sdpa_kernel(SDPBackend.MATH):
+            y: Any = layer(2 * torch.randn(2, 4, 32, 16, requires_grad=True))
+        object.__setattr__(y.grad_fn.repeat, "func", run_again)
+        y.float().sum().backward()
+        assert [reference() for reference in inputs] == [None] * 3
+    assert backends == [[SDPBackend.MATH]]

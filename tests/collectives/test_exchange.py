@@ -97,20 +97,20 @@ INT8, EVEN = GroupInt(bits=8, group=64), GroupInt(bits=8, group=128, symmetric=T
 TIMEOUT = 8.0
 
 
-def x_of(rank: int) -> Tensor:
-    return torch.randn(9001, generator=torch.Generator().manual_seed(rank))
+def data(rank: int) -> Tensor:
+    return torch.randn(20_001, generator=torch.Generator().manual_seed(rank))
 
 
 def called(kind: str, **options: Any) -> Tensor:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if kind == "reduce_scatter":
-        out, whole = torch.empty(600), torch.cat([x_of(rank)[:600]] * ranks)
+        out, whole = torch.empty(600), torch.cat([data(rank)[:600]] * ranks)
         reduce_scatter(out, whole, INT8, chunk=320, timeout=10, **options)
     elif kind == "all_gather":
         out = torch.empty(600 * ranks)
-        all_gather(out, x_of(rank)[:600], INT8, chunk=320, timeout=10, **options)
+        all_gather(out, data(rank)[:600], INT8, chunk=320, timeout=10, **options)
     else:
-        out = x_of(rank)
+        out = data(rank)[:9001]
         how: Any = {"algorithm": kind, "chunk": 2000, "small": 0, "timeout": 10}
         all_reduce(out, INT8, **(how | options))
     return out
@@ -215,10 +215,6 @@ def bare(name: str, ranks: list[int]) -> dist.ProcessGroup:
     backend = gloo(store, rank, len(ranks), limit)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
-
-
-def data(rank: int) -> Tensor:
-    return torch.randn(20_001, generator=torch.Generator().manual_seed(rank))
 
 
 @pytest.mark.parametrize("transport", ["messages", "collectives"])
