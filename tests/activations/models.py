@@ -28,6 +28,36 @@ class Runs(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+class Reversed(torch.autograd.Function):
+    """The same tensor, whose gradient is turned around and halved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        return -0.5 * grad
+
+
+class Opaque(torch.autograd.Function):
+    """A formula of a tensor and another one, or None, whose functions nobody can follow."""
+
+    @staticmethod
+    def forward(ctx: Any, formula: Any, x: Tensor, other: Tensor | None) -> Tensor:
+        ctx.formula = formula
+        ctx.save_for_backward(x, other)
+        return formula(x, other)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.formula(*leaves)
+        grads = torch.autograd.grad(out, [t for t in leaves if t is not None], grad_out)
+        return None, *grads, *[None] * leaves.count(None)
+
+
 class Gated(nn.Module):
     """A gated feed-forward in plain PyTorch."""
 

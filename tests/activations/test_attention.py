@@ -89,27 +89,26 @@ def test_gradients_and_kept(written: str, dropout: float):
 @pytest.mark.parametrize("act", ["hook", "retain_grad", "module hook"])
 def test_what_users_put_in_between(act: str):
     """Gradients of scores and probabilities are seen and changed as without compression."""
-    found = []
-    plain = Attention()
+    plain, seen, found = Attention(), [], []
     ours = copy.deepcopy(plain)
     compress_saved_(ours, LayerAware(bits=16))
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(grad)
+        return grad * 0.5
+
+    def retained(x: Tensor) -> None:
+        x.retain_grad()
+        seen.append(x)
+
     for model in (plain, ours):
-        seen: list[Any] = []
-
-        def hook(x: Tensor, seen: list[Any] = seen) -> None:
-            if act == "hook":
-                x.register_hook(lambda grad: seen.append(grad) or grad * 0.5)
-            elif act == "retain_grad":
-                x.retain_grad()
-                seen.append(x)
-
-        model.between = hook
         if act == "module hook":
-            model.dropout.register_full_backward_hook(
-                lambda _, __, out, seen=seen: seen.append(out[0]) or (out[0] * 2,)
-            )
+            model.dropout.register_full_backward_hook(lambda _, __, out: (hook(out[0]),))
+        else:
+            model.between = retained if act == "retain_grad" else lambda x: x.register_hook(hook)
         grads = gradients(model, loss_of(model))
         found.append((grads, [x.grad if act == "retain_grad" else x for x in seen]))
+        seen.clear()
     assert len(found[0][1]) == len(found[1][1]) > 1
     torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-8)
     assert distance(found[1][0], found[0][0]) < 1e-6
@@ -155,36 +154,21 @@ def test_a_mask_that_cannot_be_read_again(how: str):
     assert distance(gradients(ours, loss_of(ours)), gradients(plain, loss_of(plain))) < 1e-4
 
 
-class Fused:
-    """Fused attention of one tensor, which runs again with `seen` in the place of PyTorch's function."""
+def test_fused_attention_runs_again_as_it_ran():
+    """By the kernels of the forward pass; its casts do not stay in the cache of an outer autocast."""
+    backends, inputs = [], []
 
-    def __init__(self) -> None:
-        self.backends: list[Any] = []
-        self.inputs: list[Any] = []
-        self.layer = Runs(lambda self, x: functional.scaled_dot_product_attention(x, x, x))
-        compress_saved_(nn.ModuleList([self.layer, nn.Linear(8, 8)]))
-
-    def __call__(self) -> Tensor:
-        y: Any = self.layer(2 * torch.randn(2, 4, 32, 16, requires_grad=True))
-        object.__setattr__(y.grad_fn.repeat, "func", self.seen)
-        return y
-
-    def seen(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.backends.append(_cur_sdpa_kernel_backends())
-        self.inputs.extend(map(weakref.ref, args))
+    def run_again(*args: Any, **kwargs: Any) -> Tensor:
+        backends.append(_cur_sdpa_kernel_backends())
+        inputs.extend(map(weakref.ref, args))
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
-
-def test_kernels_that_are_chosen_in_forward_serve_backward():
-    fused = Fused()
-    with sdpa_kernel(SDPBackend.MATH):
-        y = fused()
-    y.sum().backward()
-    assert fused.backends == [[SDPBackend.MATH]]
-
-
-def test_no_casts_stay_in_the_cache_of_an_outer_autocast():
-    fused = Fused()
+    layer = Runs(lambda self, x: functional.scaled_dot_product_attention(x, x, x))
+    compress_saved_(nn.ModuleList([layer, nn.Linear(8, 8)]))
     with torch.autocast("cpu", torch.bfloat16):
-        fused().float().sum().backward()
-        assert [reference() for reference in fused.inputs] == [None] * 3
+        with sdpa_kernel(SDPBackend.MATH):
+            y: Any = layer(2 * torch.randn(2, 4, 32, 16, requires_grad=True))
+        object.__setattr__(y.grad_fn.repeat, "func", run_again)
+        y.float().sum().backward()
+        assert [reference() for reference in inputs] == [None] * 3
+    assert backends == [[SDPBackend.MATH]]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lowbit.activations import LayerAware, compress_saved_, counted, follow, saved
 from lowbit.activations.follow import HANDLERS
-from tests.activations.models import DIM, Calls, Runs, distance
+from tests.activations.models import DIM, Calls, Opaque, Runs, distance, gradients
 from tests.activations.test_observers import forward, model_of
 
 
@@ -149,9 +149,7 @@ def test_selective_checkpoints_save_as_they_are(family: str):
         if compressed:
             compress_saved_(model)
         out: Any = checkpoint(forward, model, x, use_reentrant=False, context_fn=contexts)
-        out.square().sum().backward()
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        model.zero_grad(set_to_none=True)
+        grads.append(gradients(model, out.square().sum()))
     assert distance(grads[1], grads[0]) < 1e-5
 
 
@@ -218,24 +216,6 @@ GATES: dict[tuple[str, str], Any] = {
     (f"{FUSIONS}geglu", "BiasGeGLUFunction"): lambda x, bias: gated(gelu, x + bias),
     ("megatron.core.transformer.mlp", "bias_gelu_impl"): lambda x, bias: gelu(x + bias),
 }
-
-
-class Opaque(torch.autograd.Function):
-    """A formula of x and a bias whose functions nobody can follow."""
-
-    @staticmethod
-    def forward(ctx: Any, formula: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.formula = formula
-        ctx.save_for_backward(x, bias)
-        return formula(x, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            out = ctx.formula(*leaves)
-        grads = torch.autograd.grad(out, [t for t in leaves if t is not None], grad_out)
-        return None, *grads, *[None] * leaves.count(None)
 
 
 def call_gate(self: Any, x: Tensor) -> Tensor:

@@ -29,27 +29,19 @@ def batch(rank: int) -> Tensor:
     return torch.randn(4, 3, toy.WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def mean_of_both() -> list[Tensor]:
-    """What data parallelism should give, in one process."""
-    model = nn.Sequential(*toy.blocks(2, Compressed))
-    for rank in range(2):
-        (model(batch(rank)).square().mean() / 2).backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
 @on_ranks
 def test_ddp_and_fsdp2() -> None:
-    expected = mean_of_both()
-    model = nn.Sequential(*toy.blocks(2, Compressed))
+    alone, model, sharded = (nn.Sequential(*toy.blocks(2, Compressed)) for _ in range(3))
+    for rank in range(2):
+        (alone(batch(rank)).square().mean() / 2).backward()
+    expected = [p.grad for p in alone.parameters()]
     wrapped = DistributedDataParallel(model)
     wrapped(batch(dist.get_rank())).square().mean().backward()
     for p, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, grad)
 
-    sharded = nn.Sequential(*toy.blocks(2, Compressed))
-    for part in sharded:
+    for part in (*sharded, sharded):
         fully_shard(part)
-    fully_shard(sharded)
     with Calls() as calls:
         loss = sharded(batch(dist.get_rank())).square().mean()
     assert calls.count == {"norm_encode": 2, "gated_encode": 2, "group_int_encode": 2}  # gate, and up

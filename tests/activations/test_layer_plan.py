@@ -150,24 +150,20 @@ def test_a_model_runs_with_a_plan_and_comes_back(family: str):
     assert distance(gradients(model, loss_of(model, ids)), exact) == 0
 
 
-def test_a_plan_for_another_model_is_one_line():
-    plan = LayerPlan(stages=((EXACT,) * 3,))
-    with pytest.raises(ValueError, match="the plan is for 3 x LlamaDecoderLayer .*; this model has 2 x LlamaDecoder"):
-        compress_saved_(hugging_face("llama", 2), plan)
-    settings = {"layer": "LlamaDecoderLayer", "layer parameters": 7}
-    plan = LayerPlan(stages=((EXACT,) * 2,), made_for=settings)
-    with pytest.raises(ValueError, match="2 x LlamaDecoderLayer of 7 parameters; this model has 2 x LlamaDecoderLayer"):
-        compress_saved_(hugging_face("llama", 2), plan)
-    with pytest.raises(ValueError, match="has no list of layers; allowed: models with their layers in an nn.ModuleL"):
-        compress_saved_(nn.Linear(4, 4), plan)
-
-
-def test_a_model_that_is_compressed_already_stays_as_it_is():
-    model = hugging_face("llama", 2)
-    compress_saved_(model.model.layers[1])
-    with pytest.raises(ValueError, match="compressed already"):
-        compress_saved_(model, LayerPlan(stages=((SMALL, SMALL),)))
-    assert "forward" not in vars(model.model.layers[0])
+def test_a_plan_that_does_not_fit_changes_nothing():
+    model, coded = hugging_face("llama", 2), hugging_face("llama", 2)
+    compress_saved_(coded.model.layers[1])
+    three, other = LayerPlan(stages=((EXACT,) * 3,)), {"layer": "LlamaDecoderLayer", "layer parameters": 7}
+    two, seven = (LayerPlan(stages=((SMALL,) * 2,), made_for=settings) for settings in ({}, other))
+    for layers, plan, says in (
+        (model, three, "the plan is for 3 x LlamaDecoderLayer .*; this model has 2 x LlamaDecoder"),
+        (model, seven, "2 x LlamaDecoderLayer of 7 parameters; this model has 2 x LlamaDecoderLayer"),
+        (nn.Linear(4, 4), two, "has no list of layers; allowed: models with their layers in an nn.ModuleL"),
+        (coded, two, "compressed already"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            compress_saved_(layers, plan)
+    assert not any("forward" in vars(each.model.layers[0]) for each in (model, coded))
 
 
 def test_layers_are_the_largest_list_of_one_class():

@@ -3,7 +3,6 @@
 import copy
 import io
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from lowbit.activations import LayerAware, compress_saved_, restore_
 from lowbit.activations.recipes import Norm
 from lowbit.activations.structure import activation_like, norm_like
 from lowbit.codecs import GroupInt
-from tests.activations.models import DIM, FFN, Calls, Gated, Runs, distance, gradients, saved_bytes
+from tests.activations.models import DIM, FFN, Calls, Gated, Reversed, Runs, distance, gradients, saved_bytes
 
 
 def rows() -> Tensor:
@@ -36,8 +35,8 @@ def test_calls_by_keyword(training: bool):
             module(rows(), rows())
 
 
-class OlmoNorm(Runs):
-    """Without weight, as OLMo's, or with a bias alone."""
+class OwnNorm(Runs):
+    """A norm of anybody's: without weight, as OLMo's, or one that does not tell its epsilon, or adds it elsewhere."""
 
     normalized_shape = (DIM,)
 
@@ -46,7 +45,7 @@ class OlmoNorm(Runs):
 @pytest.mark.parametrize("bits", [8, 16])
 def test_norms_without_weight(bias: bool, bits: int):
     given = {"bias": nn.Parameter(torch.randn(DIM))} if bias else {}
-    norm = OlmoNorm(lambda self, x: functional.layer_norm(x, (DIM,), None, getattr(self, "bias", None)), **given)
+    norm = OwnNorm(lambda self, x: functional.layer_norm(x, (DIM,), None, getattr(self, "bias", None)), **given)
     plain = nn.Sequential(nn.Linear(DIM, DIM), norm, nn.Linear(DIM, 8))
     ours = copy.deepcopy(plain)
     compress_saved_(ours, LayerAware(bits=bits, norm=bits))
@@ -55,19 +54,6 @@ def test_norms_without_weight(bias: bool, bits: int):
         y = ours(rows())
     assert calls.count["norm_encode"] == (bits == 8)
     assert distance(gradients(ours, y.square().sum()), expected) < (0.03 if bits == 8 else 1e-6)
-
-
-def test_linear_layers_with_another_forward_compute_that():
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    model[0].forward = lambda x: functional.linear(x, model[0].weight) * 3
-    expected = model(rows())
-    grads = gradients(model, expected.square().sum())
-    compress_saved_(model, LayerAware(bits=8, smallest=0))
-    with saved_bytes(model) as saved:
-        y = model(rows() * 1)
-    assert saved[torch.uint8] == 2 * GroupInt(bits=8).nbytes((5, DIM))
-    torch.testing.assert_close(y, expected)
-    assert distance(gradients(model, y.square().sum()), grads) < 0.01
 
 
 def test_dropout_that_is_turned_on_later_drops():
@@ -82,21 +68,27 @@ def test_dropout_that_is_turned_on_later_drops():
     assert saved == {torch.uint8: GroupInt().nbytes((5, DIM)) + GroupInt().nbytes((5, 64)) + mask}
 
 
-@pytest.mark.parametrize(("linear", "norm", "stored"), [(8, 4, [8]), (6, 6, [6]), (4, 8, [4, 8])])
-def test_a_norm_after_a_linear_layer_takes_what_that_saved_if_it_will_do(linear: int, norm: int, stored: list[int]):
+@pytest.mark.parametrize(("linear", "norm", "norm_first", "stored"), [
+    (8, 4, False, [8]), (6, 6, False, [6]), (4, 8, False, [4, 8]), (4, 8, True, [8]), (8, 8, True, [8]),
+    (16, 8, True, [8]),
+])  # fmt: skip
+def test_a_norm_and_a_linear_layer_store_one_input_if_the_first_ones_will_do(
+    linear: int, norm: int, norm_first: bool, stored: list[int]
+):
     plain = nn.LayerNorm(DIM)
     ours = nn.ModuleList([nn.Linear(DIM, 4), copy.deepcopy(plain)])
     compress_saved_(ours, LayerAware(linear=linear, norm=norm, smallest=0))
     x, codecs = rows(), [GroupInt(bits=bits, group=64) for bits in stored]
+    shared = x * 1
     with saved_bytes(ours) as saved:
-        first, y = ours[0](x), ours[1](x)
+        first, y = (module(shared) for module in (reversed(ours) if norm_first else ours))
     assert saved[torch.uint8] == sum(codec.nbytes(x.shape) for codec in codecs)
-    rounded, grad = codecs[-1].round_trip(x.detach()).requires_grad_(), torch.randn(y.shape)
-    y.backward(grad)
+    assert saved[torch.float32] == (4 * x.numel() if linear == 16 else 0)
+    rounded, grad = codecs[-1].round_trip(x.detach()).requires_grad_(), torch.randn(x.shape)
+    (first if norm_first else y).backward(grad)
     plain(rounded).backward(grad)
     torch.testing.assert_close(x.grad, rounded.grad)
     torch.testing.assert_close(ours[1].weight.grad, plain.weight.grad)
-    assert first.requires_grad
 
 
 @pytest.mark.parametrize("bits", [4, 16])
@@ -156,17 +148,6 @@ def test_copies_are_given_back_their_own_forward():
     compress_saved_(copies[0])
 
 
-@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Hardtanh])
-def test_outputs_may_be_changed_in_place(act: Any):
-    plain = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 64), act(inplace=True), nn.Dropout(0.0), nn.Linear(64, DIM))
-    ours = copy.deepcopy(plain)
-    compress_saved_(ours, LayerAware(bits=8))
-    x = rows().detach().view(1, 5, DIM)
-    expected = gradients(plain, plain(x).square().sum())
-    for _ in range(2):
-        assert distance(gradients(ours, ours(x).square().sum()), expected) < 0.03
-
-
 class MyNorm(nn.Module):
     """`mean` and `offset` make it one or the other of those that are known, `power` one that is not."""
 
@@ -179,12 +160,6 @@ class MyNorm(nn.Module):
         x = x - x.mean(-1, keepdim=True) if self.mean else x
         scale = (x.square().mean(-1, keepdim=True) + self.epsilon) ** -self.power
         return x * scale * (self.weight + self.offset)
-
-
-class OtherRMSNorm(Runs):
-    """A norm that does not tell its epsilon, or adds it elsewhere."""
-
-    normalized_shape = (24,)
 
 
 @pytest.mark.parametrize(("module", "norm"), [
@@ -200,10 +175,10 @@ class OtherRMSNorm(Runs):
     (nn.GroupNorm(1, 24), None),
     (nn.BatchNorm1d(24), None),
     (nn.Linear(24, 24), None),
-    (OtherRMSNorm(lambda _, x: functional.layer_norm(x, (24,), eps=1e-5)), Norm(eps=1e-5, centred=True)),
-    (OtherRMSNorm(lambda _, x: functional.rms_norm(x, (24,), eps=1e-6)), Norm(eps=1e-6)),
-    (OtherRMSNorm(lambda _, x: functional.rms_norm(x, (24,), eps=3e-7)), None),
-    (OtherRMSNorm(lambda _, x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5)), None),
+    (OwnNorm(lambda _, x: functional.layer_norm(x, (DIM,), eps=1e-5)), Norm(eps=1e-5, centred=True)),
+    (OwnNorm(lambda _, x: functional.rms_norm(x, (DIM,), eps=1e-6)), Norm(eps=1e-6)),
+    (OwnNorm(lambda _, x: functional.rms_norm(x, (DIM,), eps=3e-7)), None),
+    (OwnNorm(lambda _, x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5)), None),
 ])  # fmt: skip
 def test_norms_are_known_by_what_they_compute(module: nn.Module, norm: Norm | None):
     recognized = norm_like(module)
@@ -245,22 +220,10 @@ def test_nobodys_hooks_see_what_is_made_up():
     assert len(seen) == 2
 
 
-class MyGELU(torch.autograd.Function):
-    """GELU whose gradient is of its author's choice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return functional.gelu(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
-        return grad.sign()
-
-
 def test_an_activation_of_somebodys_own_keeps_its_own_gradient():
-    model = nn.Sequential(nn.Linear(64, 64), Runs(lambda self, x: MyGELU.apply(x)))
+    model = nn.Sequential(nn.Linear(64, 64), Runs(lambda self, x: Reversed.apply(functional.gelu(x))))
     x = torch.randn(32, 64, requires_grad=True)
     (expected,) = torch.autograd.grad(model(x).square().sum(), x)
-    compress_saved_(model)
+    compress_saved_(model, LayerAware(bits=16))
     (found,) = torch.autograd.grad(model(x).square().sum(), x)
-    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected)

@@ -5,29 +5,35 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations import LayerAware, compress_saved_, counted
-from lowbit.activations.policy import WithRows, _error_of_groups, count_of, finer, outliers_and_rest
+from lowbit.activations import LayerAware, compress_saved_
+from lowbit.activations.policy import WithRows, _error_of_groups, count_of, finer
 from lowbit.codecs import AQSGD, BlockFloat8, Codec, GroupInt
-from lowbit.train.config import METHODS, ModelConfig, TrainConfig, from_mapping
-from lowbit.train.model import build_model
+from lowbit.train.config import METHODS, TrainConfig, from_mapping
 from tests.activations.models import Runs, distance, gradients, hugging_face, loss_of, saved_bytes
 
+FINE, FP8 = GroupInt(bits=8, group=16), BlockFloat8()
+MIXED = LayerAware(bits=4, norm=8, mlp=16, layers={"layers.3": 3, "*.mlp.down": 6})
+CODECS = LayerAware(bits=FP8, mlp=4, layers={"layers.3": FINE, "*.norm": 5})
 
-def test_bits_by_layer_type_and_by_layer():
-    policy = LayerAware(bits=4, norm=8, mlp=16, layers={"layers.3": 3, "*.mlp.down": 6})
-    assert policy.bits_of("linear") == 4
-    assert policy.bits_of("norm", "layers.1.norm") == 8
-    assert policy.bits_of("mlp", "layers.1.mlp") == 16
-    assert policy.bits_of("norm", "layers.3.norm") == 3
-    assert policy.bits_of("norm", "layers.33.norm") == 8
-    assert policy.bits_of("linear", "layers.3.mlp.down") == 6
-    assert policy.bits_of("attention", "layers.3.attention") == 8
-    assert LayerAware(attention=16).bits_of("attention") == LayerAware(bits=16).bits_of("attention") == 16
-    assert policy.codec(16) is None
-    assert [LayerAware(bits=bits).bits_of("norm") for bits in (2, 4, 8, 16)] == [8, 8, 8, 16]
-    assert LayerAware(norm=4).bits_of("norm") == 4
-    assert LayerAware().bits_of("mlp") == LayerAware().bits_of("linear") == 6
-    assert policy.codec(3) == GroupInt(bits=3, group=64)
+
+@pytest.mark.parametrize(("policy", "bits"), [
+    (LayerAware(), {"mlp": 6, "linear": 6, "norm": 8, "attention": 8, "gate": GroupInt(bits=7, group=128)}),
+    (LayerAware(bits=2), {"norm": 8}),
+    (LayerAware(bits=16), {"norm": 16, "attention": 16}),
+    (LayerAware(norm=4, attention=16), {"norm": 4, "attention": 16}),
+    (MIXED, {"linear": 4, "norm layers.1.norm": 8, "mlp layers.1.mlp": 16, "norm layers.3.norm": 3}),
+    (MIXED, {"norm layers.33.norm": 8, "linear layers.3.mlp.down": 6, "attention layers.3.attention": 8}),
+    (CODECS, {"linear": FP8, "norm": FP8, "mlp": 4, "mlp layers.3.mlp": FINE, "linear layers.3.q": FINE}),
+    (CODECS, {"norm layers.3.norm": 5}),
+])  # fmt: skip
+def test_bits_by_layer_type_and_by_layer(policy: LayerAware, bits: dict[str, Any]):
+    assert {where: policy.bits_of(*where.split()) for where in bits} == bits  # pyright: ignore
+
+
+def test_codecs_of_bits():
+    assert LayerAware().codec(16) is None
+    assert LayerAware().codec(3) == GroupInt(bits=3, group=64)
+    assert LayerAware().codec(FINE) is FINE
 
 
 @pytest.mark.parametrize(("pattern", "bits", "expected"), [
@@ -61,46 +67,6 @@ def test_what_can_not_be_is_refused(wrong: dict[str, Any], says: str):
         LayerAware(**wrong)
 
 
-def test_codecs_in_place_of_bits():
-    fine, fp8 = GroupInt(bits=8, group=16), BlockFloat8()
-    policy = LayerAware(bits=fp8, mlp=4, layers={"layers.3": fine, "*.norm": 5})
-    assert policy.bits_of("linear") == policy.bits_of("norm") == fp8
-    assert policy.bits_of("mlp") == 4
-    assert policy.bits_of("mlp", "layers.3.mlp") == policy.bits_of("linear", "layers.3.q") == fine
-    assert policy.bits_of("norm", "layers.3.norm") == 5
-    assert policy.codec(fine) is fine
-
-
-PLACES, WIDE, FFN = 2 * 32, 128, 256
-
-
-def test_norms_and_gates_take_4_bits_and_attention_is_not_touched():
-    model = build_model(ModelConfig(dim=WIDE, layers=2, heads=4, kv_heads=2, ffn=FFN), vocab=64, sequence=32, seed=0)
-    plain, ours = model.train(), copy.deepcopy(model).train()
-    compressed = compress_saved_(ours, LayerAware.published())
-    assert {bits for kind, bits in compressed.bits.values() if kind != "attention"} == {4}
-    kept, ids = [], torch.arange(PLACES).view(2, 32)
-    for each in (plain, ours):
-        with counted(each) as saved:
-            loss = each(input_ids=ids, labels=ids).loss
-        kept.append(saved)
-        loss.backward()
-    attention = [{name: size for (kind, name), size in k.modules.items() if kind == "attention"} for k in kept]
-    assert attention[0] == attention[1]
-    assert len(attention[0]) == 2
-    four = GroupInt(bits=4, group=64)
-    assert kept[1].peak["norm"] == 5 * four.nbytes((PLACES, WIDE))
-    assert kept[1].peak["mlp"] == 2 * 2 * four.nbytes((PLACES, FFN)), "gate and up of two layers"
-    assert "linear" not in kept[1].peak, "recomputed"
-
-
-def test_ours_differs_where_it_says_so():
-    ours, paper = LayerAware(), LayerAware.published()
-    assert [paper.bits_of(kind) for kind in ("norm", "gate", "mlp", "linear", "attention")] == [4, 4, 4, 4, 16]
-    assert [ours.bits_of(kind) for kind in ("norm", "linear", "attention")] == [8, 6, 8]
-    assert ours.bits_of("gate") == GroupInt(bits=7, group=128)
-
-
 def test_the_run_by_name_has_these_bits():
     config = from_mapping({"run": {"method": "agoq"}})
     section = METHODS["agoq"]["activations"]
@@ -125,47 +91,20 @@ def with_sinks(*places: int, rows: int = 256) -> Tensor:
 def test_outlier_tokens_are_exact_wherever_they_stand(inner: Any, places: tuple[int, ...]):
     codec, x = WithRows(inner=inner), with_sinks(*places)
     y = codec.decode(codec.encode(x), shape=x.shape)
-    for place in places:
-        assert torch.equal(y.view(-1, CHANNELS)[place], x.view(-1, CHANNELS)[place])
+    assert torch.equal(y.view(-1, CHANNELS)[[*places]], x.view(-1, CHANNELS)[[*places]])
     assert float((y - x).abs().max()) < 0.03
     total = codec.decode(codec.encode(x), shape=x.shape, out=x.clone(), accumulate=True)
     torch.testing.assert_close(total, x + y)
+    x[1, 7, 9] = torch.nan
+    assert codec.round_trip(x).isnan().nonzero().tolist() == [[1, 7, 9]], "it stays where it is"
 
 
 def test_bytes_follow_from_the_shape_alone():
     codec = WithRows(inner=INT8)
     assert [count_of((rows, 8)) for rows in (0, 1, 15, 16, 128, 129)] == [0, 0, 0, 1, 1, 2]
     assert count_of((1000,)) == 0
-    for x in (
-        with_sinks(),
-        with_sinks(1, 2, 3),
-        torch.zeros(2, 128, CHANNELS),
-        torch.full((2, 128, CHANNELS), torch.nan),
-    ):
+    for x in (with_sinks(), with_sinks(1, 2, 3), *(torch.full((2, 128, CHANNELS), v) for v in (0.0, torch.nan))):
         assert len(codec.encode(x)) == codec.nbytes(x.shape) == INT8.nbytes(x.shape) + 16 + 2 * 4 * CHANNELS
-
-
-def test_nan_in_a_token_stays_in_it():
-    x = with_sinks(0)
-    x[1, 7, 9] = torch.nan
-    y = WithRows(inner=INT8).round_trip(x)
-    assert y.isnan().sum() == 1
-    assert bool(y[1, 7, 9].isnan())
-
-
-def test_outliers_are_found_by_their_norm():
-    assert outliers_and_rest(with_sinks(100))[0]
-    assert len(outliers_and_rest(with_sinks(100))[1]) == 254
-    for none in (with_sinks(), with_sinks(0)[:1, :1], torch.ones(2, 64, CHANNELS), torch.full((64, 8), torch.nan)):
-        assert not outliers_and_rest(none)[0]
-
-
-def test_kernels_write_the_payload_of_the_format():
-    codec, x = WithRows(inner=INT8), with_sinks(0, 130)
-    payload = torch.full((codec.nbytes(x.shape),), 7, dtype=torch.uint8)
-    INT8.encode(x, out=codec.inner_of(payload, x.shape))
-    codec.keep(x, payload)
-    assert torch.equal(payload, codec.encode(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,7 +135,9 @@ def test_a_sink_spoils_neither_the_bits_nor_the_weight_of_a_norm():
     assert _error_of_groups(x, 64) > 0.1  # it would take 12.75 bits for all tokens
     policy = LayerAware()
     assert policy.for_outliers("norm", INT8, x) == WithRows(inner=INT8)
-    assert policy.for_outliers("norm", INT8, with_sinks()) == INT8
+    assert policy.for_outliers("norm", INT8, x[:1, :1]) == finer(INT8)  # too few to say
+    for none in (with_sinks(), torch.ones(2, 64, CHANNELS), torch.full((64, 64), torch.nan)):
+        assert policy.for_outliers("norm", INT8, none) == INT8
     assert policy.for_outliers("norm", GroupInt(bits=8, group=48), x[..., :100]) == GroupInt(bits=8, group=48)
     many = with_sinks()
     many[..., 5] = 300.0
@@ -207,14 +148,10 @@ BROAD = 256
 OUTLIERS = [5, 70, 200]
 
 
-class Block(nn.Module):
-    def __init__(self, norm: Any = nn.RMSNorm) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.norm, self.up, self.act, self.down = norm(BROAD), nn.Linear(BROAD, 96), nn.GELU(), nn.Linear(96, BROAD)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.act(self.up(self.norm(x))))
+def block(norm: Any = nn.RMSNorm) -> Runs:
+    torch.manual_seed(1)
+    parts = {"norm": norm(BROAD), "up": nn.Linear(BROAD, 96), "act": nn.GELU(), "down": nn.Linear(96, BROAD)}
+    return Runs(lambda self, x: x + self.down(self.act(self.up(self.norm(x)))), **parts)
 
 
 def inputs(*, ratio: float = 300.0) -> Tensor:
@@ -244,17 +181,17 @@ def errors(model: nn.Module, policy: LayerAware, x: Tensor) -> tuple[float, floa
 def test_outlier_channels_are_found_at_the_first_step(norm: Any):
     """GELU's input stays exact here, so that only the norm's counts."""
     exact = {"mlp": 16, "linear": 16}
-    bad, _ = errors(Block(norm), LayerAware(outliers=False, **exact), inputs())
-    good, far = errors(Block(norm), LayerAware(**exact), inputs())
+    bad, _ = errors(block(norm), LayerAware(outliers=False, **exact), inputs())
+    good, far = errors(block(norm), LayerAware(**exact), inputs())
     assert bad > 0.1
     assert good < 0.03
     assert far < 0.02
-    usual, _ = errors(Block(norm), LayerAware(**exact), inputs(ratio=1.0))
+    usual, _ = errors(block(norm), LayerAware(**exact), inputs(ratio=1.0))
     assert usual < 0.01  # 8 bits in groups, as without outliers
 
 
 def test_the_first_input_decides():
-    model = Block()
+    model = block()
     compress_saved_(model)
     sizes = []
     for ratio in (300.0, 1.0):
@@ -270,7 +207,7 @@ def test_the_first_input_decides():
 )
 def test_codecs_by_layer_type(codec: Codec):
     """Gradients are those at the rounded inputs of norm, activation and linear layer."""
-    model, x = Block(), inputs(ratio=2.0)
+    model, x = block(), inputs(ratio=2.0)
     ours = copy.deepcopy(model)
     done = compress_saved_(ours, LayerAware(bits=codec))
     assert set(done.bits.values()) == {(kind, codec) for kind in ("norm", "mlp", "linear")}
@@ -284,16 +221,6 @@ def test_codecs_by_layer_type(codec: Codec):
     assert 0 < distance(found, expected) < 0.08
 
 
-def test_checkpointing_chooses_once():
-    from torch.utils.checkpoint import checkpoint
-
-    model = Block()
-    expected = gradients(model, model(inputs()).square().sum())
-    compress_saved_(model)
-    y: Any = checkpoint(model, inputs(), use_reentrant=False)
-    assert distance(gradients(model, y.square().sum()), expected) < 0.08
-
-
 @pytest.mark.parametrize(("rows", "kept"), [(31, torch.float32), (32, torch.uint8)])
 def test_small_inputs_are_left_alone(rows: int, kept: torch.dtype):
     """Such as those of a classifier's last layer: here fewer than 1024 elements."""
@@ -302,16 +229,6 @@ def test_small_inputs_are_left_alone(rows: int, kept: torch.dtype):
     with saved_bytes(layer) as saved:
         layer(x)
     assert list(saved) == [kept]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_first_input_that_is_not_finite(bad: float):
-    x = inputs().detach()
-    x[0, 0, 0] = bad
-    model = Block()
-    compress_saved_(model)
-    grads = gradients(model, model(x.requires_grad_()).sum())
-    assert not grads["norm.weight"].isfinite().all()
 
 
 @pytest.mark.parametrize("ratio", [30.0, 300.0])
@@ -334,18 +251,3 @@ def test_an_outlier_channel_of_the_residual_stream(ratio: float):
         loss_of(model, ids)
     assert distance(ours, plain) < 0.05
     assert saved.total() < 0.3 * exact.total()
-
-
-def test_a_mask_that_is_trained():
-    def biased(self: Any, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, self.bias * 1)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-    torch.manual_seed(0)
-    bias = nn.Parameter(torch.randn(4, 16, 16))
-    model = Runs(biased, qkv=nn.Linear(32, 96), out=nn.Linear(32, 32), bias=bias)
-    x = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(1))
-    expected = gradients(model, model(x).square().sum())
-    compress_saved_(model)
-    assert distance(gradients(model, model(x).square().sum()), expected) < 0.03

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lowbit.activations import LayerAware, compress_saved_, counted, follow
 from lowbit.codecs import GroupInt
@@ -18,6 +17,7 @@ from tests.activations.models import (
     ROWS,
     Calls,
     GatedBlock,
+    Opaque,
     Runs,
     distance,
     gradients,
@@ -27,6 +27,7 @@ from tests.activations.models import (
     saved_bytes,
     tokens,
 )
+from tests.refused import refused
 
 
 def block(**options: Any) -> GatedBlock:
@@ -42,9 +43,6 @@ def inputs() -> Tensor:
     x = torch.randn(3, 7, DIM, generator=torch.Generator().manual_seed(2))
     x[0, 0, 0], x[1] = 40.0, 0.0  # an outlier, and groups of zeros
     return x.requires_grad_()
-
-
-# --------------------------------------------------------------------------------------------------- gradients
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
@@ -63,31 +61,19 @@ def test_gradients_are_those_at_the_rounded_inputs(norm: Any, bits: int):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
-def test_families(family: str, caplog: pytest.LogCaptureFixture):
-    plain, ids = hugging_face(family), tokens()
-    with saved_bytes(plain) as before:
-        loss = loss_of(plain, ids)
-    expected = gradients(plain, loss)
-    errors, sizes = {}, {}
-    for bits in (16, 8, 4):
-        ours = copy.deepcopy(plain)
-        done = compress_saved_(ours, LayerAware(bits=bits, norm=bits, attention=16))
-        with saved_bytes(ours) as after, Calls() as calls:
-            ours_loss = loss_of(ours, ids)
-        torch.testing.assert_close(ours_loss, loss)
-        with Calls() as backward:
-            errors[bits] = distance(gradients(ours, ours_loss), expected)
-        sizes[bits] = after.total() / before.total()
+def test_what_a_family_codes_and_decodes(family: str, caplog: pytest.LogCaptureFixture):
+    ours, ids = hugging_face(family), tokens()
+    done = compress_saved_(ours, LayerAware(bits=4, norm=4, attention=16))
+    with Calls() as calls:
+        loss = loss_of(ours, ids)
+    with Calls() as backward:
+        loss.backward()
     names = [kind for kind, _ in done.bits.values()]
     assert calls.count["norm_encode"] == backward.count["norm_backward"] == names.count("norm")
     assert calls.count["gated_encode"] == backward.count["gated_recompute"] == 2
     products = 0 if family == "gpt2" else 2  # of which `up` is coded
     assert calls.count["group_int_encode"] == products  # nothing else had to be saved
     assert backward.count["norm_recompute"] == 5  # once for q, k and v, and for gate and up
-    assert errors[16] < 1e-6
-    assert errors[8] < 0.02
-    assert 0.01 < errors[4] < 0.2
-    assert sizes[4] < sizes[8] < sizes[16] < 0.65
     assert not any(r.name.startswith("lowbit") for r in caplog.records)
 
 
@@ -115,9 +101,6 @@ def test_what_is_not_finite_stays_visible(bad: float):
     assert x.grad[0].isfinite().all()
 
 
-# ------------------------------------------------------------------------------------------------ what is saved
-
-
 def test_what_several_layers_save_is_stored_once():
     def several(self: Runs, x: Tensor) -> Tensor:
         x = x * 2
@@ -143,17 +126,6 @@ def test_a_changed_tensor_is_saved_anew():
     torch.testing.assert_close(linear.weight.grad[0], expected, rtol=0.01, atol=2.0)
 
 
-def test_a_frozen_weight_saves_no_input():
-    frozen, trained = nn.Linear(DIM, DIM).requires_grad_(False), nn.Linear(DIM, 8)
-    model = nn.Sequential(frozen, nn.Tanh(), trained)
-    compress_saved_(model, LayerAware(bits=4, smallest=0))
-    with saved_bytes(model) as saved:
-        y = model(inputs() * 1)
-    assert saved[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
-    assert saved[torch.float32] == 4 * 21 * DIM  # of tanh
-    assert set(gradients(model, y.sum())) == {"2.weight", "2.bias"}
-
-
 def test_weights_that_autocast_casts_are_not_saved():
     model = hugging_face("llama")
     compress_saved_(model, LayerAware(bits=8))
@@ -164,17 +136,31 @@ def test_weights_that_autocast_casts_are_not_saved():
     assert distance(gradients(model, loss), expected) < 0.03
 
 
-def test_attention_is_known_in_plain_modules_by_its_results():
+def mixing(bias: Tensor | None = None) -> Runs:
+    """Attention in plain modules, with a mask that is trained."""
+
     def mix(self: Runs, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        mask = None if bias is None else bias * 1
+        return self.out(functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
-    model = Runs(mix, qkv=nn.Linear(DIM, 3 * DIM), out=nn.Linear(DIM, DIM))
+    return Runs(mix, qkv=nn.Linear(DIM, 3 * DIM), out=nn.Linear(DIM, DIM), bias=bias)
+
+
+def test_attention_is_known_in_plain_modules_by_its_results():
+    model = mixing()
     compress_saved_(model, LayerAware(bits=4, attention=16, smallest=0))
     with saved_bytes(model) as saved:
         model(inputs() * 1)
     assert saved[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
     assert saved[torch.float32] == 4 * 21 * (4 * DIM + 4)
+
+
+def test_a_mask_that_is_trained():
+    model = mixing(nn.Parameter(torch.randn(4, 7, 7)))
+    expected = gradients(model, model(inputs()).square().sum())
+    compress_saved_(model, LayerAware(bits=8, smallest=0))
+    assert distance(gradients(model, model(inputs()).square().sum()), expected) < 0.03
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference", "eval"])
@@ -191,24 +177,17 @@ def test_without_backward_nothing_is_coded(how: str, caplog: pytest.LogCaptureFi
     assert ["evaluation mode" in r.message for r in caplog.records] == [True] * (how == "eval")
 
 
-# ---------------------------------------------------------------------------------------------- what it is with
-
-
 def test_checkpointing_recomputes_the_same():
+    """Also the choices that the first pass makes."""
     model, ids = hugging_face("llama"), tokens()
     compress_saved_(model)
-    expected = gradients(model, loss_of(model, ids))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with saved_bytes(model) as saved:
         loss = loss_of(model, ids)
     assert saved[torch.uint8] == GroupInt(bits=8).nbytes((ROWS, LENGTH, DIM))  # the last norm's
-    assert distance(gradients(model, loss), expected) == 0
-
-    ours = block()
-    compress_saved_(ours)
-    expected = gradients(ours, ours(ours(inputs())).square().sum())
-    again = checkpoint(lambda x: ours(ours(x)), inputs(), use_reentrant=False)
-    assert distance(gradients(ours, again.square().sum()), expected) == 0
+    found = gradients(model, loss)
+    model.gradient_checkpointing_disable()
+    assert distance(found, gradients(model, loss_of(model, ids))) == 0
 
 
 def test_a_pass_computes_only_what_it_is_asked_for():
@@ -253,12 +232,9 @@ def test_an_empty_batch_goes_through():
     assert all(not g.any() for g in grads.values())
 
 
-# -------------------------------------------------------------------------------------------------- all the rest
-
-
 def test_functions_that_save_whole_tensors_are_named_once(caplog: pytest.LogCaptureFixture):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU())
-    model[2].forward = lambda x: Doubled.apply(x)
+    model[2].forward = lambda x: Opaque.apply(lambda x, _: 2 * x, x.double(), None).float()
     compress_saved_(model)
     with torch.no_grad():
         model(torch.randn(64, 8))
@@ -269,33 +245,19 @@ def test_functions_that_save_whole_tensors_are_named_once(caplog: pytest.LogCapt
         loss.backward()
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.message == "Sequential saves whole tensors for backward in functions: Doubled, Tanh"
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.double())
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Tensor:
-        return 2 * grad_out
+    assert record.message == "Sequential saves whole tensors for backward in functions: Opaque, Tanh"
 
 
 def test_mistakes_are_named():
-    model = block()
-    with pytest.raises(ValueError, match=r"layers has 'layrs\.\*', which matches none"):
-        compress_saved_(model, LayerAware(layers={"layrs.*": 8}))
-    with pytest.raises(TypeError, match="policy is int"):
-        compress_saved_(model, 4)  # pyright: ignore
-    with pytest.raises(TypeError, match="model is str"):
-        compress_saved_("model")  # pyright: ignore
-    with pytest.raises(ValueError, match="no module to compress"):
-        compress_saved_(nn.Tanh())
-    compress_saved_(model)
-    with pytest.raises(ValueError, match="compressed already"):
-        compress_saved_(nn.Sequential(model))
+    model, ours, other = block(), block(), LayerAware(layers={"layrs.*": 8})
+    compress_saved_(ours)
+    refused(
+        (lambda: compress_saved_(model, other), ValueError, r"layers has 'layrs\.\*', which matches none"),
+        (lambda: compress_saved_(model, 4), TypeError, "policy is int"),  # pyright: ignore
+        (lambda: compress_saved_("model"), TypeError, "model is str"),  # pyright: ignore
+        (lambda: compress_saved_(nn.Tanh()), ValueError, "no module to compress"),
+        (lambda: compress_saved_(nn.Sequential(ours)), ValueError, "compressed already"),
+    )
 
 
 PLACES, WORDS = 24, 96

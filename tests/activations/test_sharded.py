@@ -1,7 +1,7 @@
-"""Functions of DTensors, whose shards need not be even: what they save, and their gradients."""
+"""Functions of DTensors, whose shards need not be even, and a Llama split over pipeline, tensor and data."""
 
 import logging
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -9,14 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
-from lowbit.activations import LayerAware, compress_saved_, follow
-from tests.activations.models import Calls, Runs
-from tests.activations.split_llama import ParallelLayout, measured
+from lowbit.activations import LayerAware, compress_saved_, counted, follow
+from lowbit.codecs import BlockFloat8, Cast
+from lowbit.collectives import all_reduce
+from lowbit.gradients import GradientStorage
+from lowbit.pipeline import LowBitStage
+from tests.activations.models import Calls, Runs, distance, hugging_face
 from tests.processes import Ranks, on_ranks
 
 WIDTH, INNER, HEADS, LENGTH = 36, 75, 3, 7
@@ -157,33 +167,169 @@ def test_passes_for_some_gradients() -> None:
     dist.barrier()
 
 
-def check(ranks: Ranks, layout: ParallelLayout, policy: str) -> None:
+POLICIES = {"none": None, "ours": LayerAware(), "published": LayerAware.published()}
+VOCABULARY, LAYERS, TOKENS, ROWS, MICRO_BATCHES = 256, 2, 32, 2, 2
+FP8 = BlockFloat8()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is split. Replicas store gradients in FP8 and average them by an 8-bit all-reduce."""
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    sequence: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.tensor * self.data
+
+
+class LlamaStage(nn.Module):
+    """Some of a Llama's layers; the first stage embeds tokens, the last one has the head."""
+
+    def __init__(self, policy: str, index: int = 0, count: int = 1) -> None:
+        super().__init__()
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 172, "head_dim": 16}
+        whole, each = hugging_face("llama", LAYERS, **sizes), LAYERS // count
+        self.embed = whole.model.embed_tokens if index == 0 else None
+        self.layers = nn.ModuleDict({str(i): whole.model.layers[i] for i in range(index * each, (index + 1) * each)})
+        self.rotary, self.positions = whole.model.rotary_emb, torch.arange(TOKENS).unsqueeze(0)
+        last = index == count - 1
+        self.norm, self.head = (whole.model.norm, whole.lm_head) if last else (None, None)
+        chosen = POLICIES[policy]
+        if chosen is not None:
+            compress_saved_(self, chosen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the stage's output from tokens or hidden states (with sequence parallelism, this rank's part)."""
+        x = x if self.embed is None else self.embed(x)
+        rotary = self.rotary(x, self.positions)
+        for layer in self.layers.values():
+            x = layer(x, position_embeddings=rotary)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def shard_(stage: LlamaStage, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Split a stage over the ranks of `mesh`."""
+    between = Shard(1) if sequence else Replicate()
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel(output_layouts=between) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    ends: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+    }
+    if sequence:
+        whole = {"hidden_states": Replicate()}
+        plan["self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts=whole  # pyright: ignore
+        )  # fmt: skip
+        plan["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+        ends["norm"] = SequenceParallel()
+    parallelize_module(stage, mesh, {name: style for name, style in ends.items() if getattr(stage, name) is not None})
+    for layer in stage.layers.values():
+        parallelize_module(layer, mesh, plan)
+
+
+def tokens(replica: int) -> Tensor:
+    """All micro-batches of a replica."""
+    shape = (ROWS * MICRO_BATCHES, TOKENS + 1)
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(replica))
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+def backward(stage: LlamaStage, replica: int) -> int:
+    """Run all micro-batches of a replica, one after the other; return the most bytes that layers kept."""
+    with counted(stage) as kept:
+        for part in tokens(replica).chunk(MICRO_BATCHES):
+            (loss_of(stage(part[:, :-1]), part[:, 1:]) / MICRO_BATCHES).backward()
+    return kept.total - kept.peak.get("loss", 0)
+
+
+def pipelined(stage: LlamaStage, mesh: DeviceMesh, place: int, replica: int) -> int:
+    exact, group = Cast(dtype=torch.float32), mesh.get_group("pipeline")
+    count = dist.get_world_size(group)
+    staged = LowBitStage(stage, place, count, "cpu", group=group, forward=exact, backward=exact)
+    schedule, batch = Schedule1F1B(staged, MICRO_BATCHES, loss_fn=loss_of), tokens(replica)
+    given, target = [batch[:, :-1]] if place == 0 else [], batch[:, 1:] if place == count - 1 else None
+    with counted(stage) as kept:
+        schedule.step(*given, target=target)
+    return kept.total - kept.peak.get("loss", 0)
+
+
+def stored(stage: LlamaStage, eight_bits: bool) -> tuple[GradientStorage | None, Any]:
+    """A storage in FP8, if it is asked for, and a function that reads a parameter's gradient."""
+    storage = GradientStorage(stage, codec=FP8) if eight_bits else None
+    return storage, storage.gradient if storage else lambda p: p.grad
+
+
+def alone(policy: str, replicas: int, eight_bits: bool) -> tuple[dict[str, Tensor], int]:
+    """Mean gradients of all replicas in one process, and bytes kept."""
+    stage = LlamaStage(policy)
+    _, read = stored(stage, eight_bits)
+    parts, kept = [], 0
+    for replica in range(replicas):
+        stage.zero_grad()
+        kept = backward(stage, replica)
+        parts.append({name: read(p).clone() for name, p in stage.named_parameters()})
+    code = FP8.round_trip if eight_bits else (lambda x: x)
+    mean: Any = {name: sum(code(part[name]) for part in parts) / replicas for name in parts[0]}
+    return {name: code(code(x)) for name, x in mean.items()}, kept
+
+
+def measured(layout: Layout, policy: str) -> dict[str, float]:
+    """This rank's bytes and errors, and those of one process with the same data."""
+    eight_bits = layout.data > 1
+    exact, _ = alone("none", layout.data, False)
+    expected, kept_alone = alone(policy, layout.data, eight_bits)
+    shape = (layout.pipeline, layout.data, layout.tensor)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    place, replica = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
+    stage = LlamaStage(policy, place, layout.pipeline)
+    if layout.tensor > 1:
+        shard_(stage, mesh["tensor"], sequence=layout.sequence)
+    storage, read = stored(stage, eight_bits)
+    kept = pipelined(stage, mesh, place, replica) if layout.pipeline > 1 else backward(stage, replica)
+    if storage is not None:
+        group = mesh.get_group("data")
+        storage.all_reduce(lambda flat: all_reduce(flat, FP8, group, "avg", small=1))
+    own: dict[str, Any] = {name: read(p) for name, p in stage.named_parameters()}
+    own = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in own.items()}
+    exact, expected = ({name: grads[name] for name in own} for grads in (exact, expected))
+    errors = {"error": distance(own, exact), "error_alone": distance(expected, exact)}
+    return {"kept": kept, "kept_alone": kept_alone, **errors}
+
+
+def check(ranks: Ranks, layout: Layout, policy: str) -> None:
     """Gradients and bytes of each rank against those of one process."""
     plain, coded = (ranks.run(measured, layout, kind, ranks=layout.ranks) for kind in ("none", policy))
     for before, after in zip(plain, coded, strict=True):
         assert after["error"] == pytest.approx(after["error_alone"], rel=0.05)
-        share, share_alone = (after[key] / before[key] for key in ("kept_bytes", "kept_alone"))
+        share, share_alone = (after[key] / before[key] for key in ("kept", "kept_alone"))
         assert share < 1.05 * share_alone, (share, share_alone)
 
 
 @pytest.mark.parametrize(("layout", "policy"), [
-    (ParallelLayout(tensor=2), "ours"),
-    (ParallelLayout(tensor=2, sequence=True), "published"),
-    (ParallelLayout(data=2), "published"),
+    (Layout(tensor=2), "ours"),
+    (Layout(tensor=2, sequence=True), "published"),
+    (Layout(data=2), "published"),
 ], ids=str)  # fmt: skip
-def test_gradients_and_bytes_are_those_of_one_process(ranks: Ranks, layout: ParallelLayout, policy: str):
+def test_gradients_and_bytes_are_those_of_one_process(ranks: Ranks, layout: Layout, policy: str):
     check(ranks, layout, policy)
-
-
-@pytest.fixture(scope="module")
-def eight_ranks() -> Iterator[Ranks]:
-    processes = Ranks(8)
-    yield processes
-    processes.stop()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
-def test_eight_ranks_in_three_dimensions(eight_ranks: Ranks, sequence: bool):
+def test_eight_ranks_in_three_dimensions(sequence: bool):
     """Two stages, cut over two ranks each, in two replicas with data of their own; gradients stored and sent in FP8."""
-    check(eight_ranks, ParallelLayout(pipeline=2, tensor=2, data=2, sequence=sequence), "published")
+    ranks = Ranks(8)
+    try:
+        check(ranks, Layout(pipeline=2, tensor=2, data=2, sequence=sequence), "published")
+    finally:
+        ranks.stop()

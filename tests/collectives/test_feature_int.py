@@ -42,20 +42,28 @@ def summed(codec: FeatureInt, parts: list[Tensor], algorithm: str, divisor: int)
 def sums() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     codec = codec_of(ranks)
-    for rows, dtype, options in (
+    for rows, dtype, how in (
         (1, torch.bfloat16, {}),
         (37, torch.bfloat16, {"chunk": 1040}),
         (37, torch.float16, {"chunk": 16, "op": "avg"}),
         (150, torch.float32, {"transport": "collectives", "chunk": 2000}),
         (0, torch.bfloat16, {}),
+        (2 * ONE_SHOT_BYTES // SIZE, torch.bfloat16, {}),
     ):
         parts = [part(r, rows, dtype) for r in range(ranks)]
-        for algorithm in ("one_shot", "two_shot"):
+        auto = choose(ranks, codec.nbytes((rows, SIZE)))
+        assert (auto == "two_shot") == (ranks > 2 and rows > 150)
+        for algorithm in ("one_shot", "two_shot", "auto"):
             x = parts[rank].clone().view(rows, 1, SIZE)
-            # Whichever rank's part is given: the same.
-            all_reduce(x, codec.part(ranks - 1 - rank), algorithm=algorithm, small=0, **options)
-            expected = summed(codec, parts, algorithm, ranks if "op" in options else 1).to(dtype)
-            assert torch.equal(x.view(rows, SIZE), expected), (rows, dtype, options, algorithm)
+            options: dict[str, Any] = how | {"algorithm": algorithm, "small": 0}
+            with sent_bytes() as sent:  # whichever rank's part is given: the same
+                all_reduce(x, codec.part(ranks - 1 - rank), **options)
+            used = auto if algorithm == "auto" else algorithm
+            expected = summed(codec, parts, used, ranks if "op" in how else 1).to(dtype)
+            assert torch.equal(x.view(rows, SIZE), expected), (rows, dtype, options)
+            if "transport" not in how:
+                options.pop("op", None)
+                assert sum(sent) == all_reduce_bytes(x.numel(), codec, rank=rank, ranks=ranks, **options), options
     x = part(rank, 36)
     mine = torch.empty(36 // ranks * SIZE)
     reduce_scatter(mine, x, codec)
@@ -77,31 +85,6 @@ def sums() -> None:
     all_reduce(y, codec, algorithm="two_shot", small=0)
     assert torch.equal(x, y)
     one_question_for_all_layers(rank, ranks)
-    auto_is_one_of_the_two(codec, rank, ranks)
-    bytes_are_known(codec, rank, ranks)
-
-
-def auto_is_one_of_the_two(codec: FeatureInt, rank: int, ranks: int) -> None:
-    for rows in (4, 2 * ONE_SHOT_BYTES // SIZE):
-        expected = choose(ranks, codec.nbytes((rows, SIZE)))
-        assert (expected == "two_shot") == (ranks > 2 and rows > 4)
-        x, y = part(rank, rows), part(rank, rows)
-        all_reduce(x, codec, algorithm="auto", small=0)
-        all_reduce(y, codec, algorithm=expected, small=0)
-        assert torch.equal(x, y)
-        sent = [all_reduce_bytes(x.numel(), codec, rank=rank, ranks=ranks, algorithm=a, small=0)
-                for a in ("auto", expected)]  # fmt: skip
-        assert sent[0] == sent[1]
-
-
-def bytes_are_known(codec: FeatureInt, rank: int, ranks: int) -> None:
-    with sent_bytes() as sent:
-        for algorithm in ("one_shot", "two_shot"):
-            sent.clear()
-            how: Any = {"algorithm": algorithm, "chunk": 1040, "small": 0}
-            all_reduce(part(rank, 37), codec, **how)
-            expected = all_reduce_bytes(37 * SIZE, codec, rank=rank, ranks=ranks, **how)
-            assert sum(sent) == expected
 
 
 def one_question_for_all_layers(rank: int, ranks: int) -> None:
@@ -166,11 +149,7 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
 
     refused(
         (summing(part(0, 4), codec_of(2)), ValueError, "allowed in a group of 1: one for 1 ranks"),
-        (
-            summing(torch.ones(4, SIZE + 1)),
-            ValueError,
-            rf"tensor is float32 \(4, 73\); allowed with FeatureInt.*{whole}",
-        ),
+        (summing(torch.ones(4, SIZE + 1)), ValueError, rf"is float32 \(4, 73\); allowed with FeatureInt.*{whole}"),
         (summing(torch.ones(SIZE, 4)), ValueError, whole),
         (summing(torch.ones(SIZE + 1)), ValueError, whole),
         (lambda: all_reduce(made, codec), ValueError, "tensor was made in inference mode, which is off"),

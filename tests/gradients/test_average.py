@@ -1,7 +1,9 @@
-"""Means of stored gradients: the bytes that a slow, obvious computation gives, and one error where there are none."""
+"""Means of gradients, stored ones and DDP's: what a slow, obvious computation gives, and one error on all ranks."""
 
+import contextlib
 import copy
 import math
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,18 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.parallel import DistributedDataParallel
 
-from lowbit.codecs import BlockFloat8, GroupInt
-from lowbit.collectives import AgreementError, PeerError, algorithms, reduce
-from lowbit.gradients import GradientStorage
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt, GroupInt
+from lowbit.collectives import AgreementError, PeerError, reduce
+from lowbit.gradients import GradientStorage, LowBitReduceScatter, all_reduce_hook
 from lowbit.gradients import storage as storages
 from lowbit.gradients.storage import average_bytes
 from lowbit.wire import pytorch
 from tests.collectives.traffic import equal_everywhere, sent_bytes
+from tests.pipeline import toy as pipelines
 from tests.processes import Ranks, on_ranks
+from tests.refused import refused
 
 FP8 = BlockFloat8()
+INT8 = GroupInt(bits=8, group=128, symmetric=True)
+INT4 = GroupInt(bits=4, group=64, symmetric=True)
 SHAPES = [(), (3,), (5,), (127,), (128,), (129, 7), (300, 40), (64, 64), (2, 0), (6000,)]
 NOWHERE, FIRST_ONLY, ZERO, NAN, INF = 2, 3, 7, 6, 9  # parameters by what is special about their gradients
 
@@ -116,40 +122,6 @@ def test_factors_that_differ_other_transports_and_rounding() -> None:
     assert equal_everywhere(*payloads(storage).values())
 
 
-class Floats(TorchDispatchMode):
-    """The most elements of a floating-point tensor that an operator has made."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.is_floating_point():
-            Floats.most = max(Floats.most, out.untyped_storage().nbytes() // out.element_size())
-        return out
-
-
-@on_ranks
-def test_no_more_than_a_chunk_is_ever_decoded() -> None:
-    work = algorithms.two_shot_coded
-
-    def two_shot_coded(*args: Any, **options: Any) -> None:
-        with Floats():
-            work(*args, **options)
-
-    parameter = nn.Parameter(torch.zeros(1 << 16))
-    storage = GradientStorage([parameter])
-    parameter.grad = torch.randn(1 << 16)
-    Floats.most = 0
-    storage.absorb()
-    chunks = mock.patch.object(reduce, "CHUNK", 2048)
-    with mock.patch.object(algorithms, "two_shot_coded", two_shot_coded), chunks, Floats():
-        storage.average()
-    assert 0 < Floats.most <= 2048
-    with Floats():
-        storage.gradient(parameter)
-    assert Floats.most == 1 << 16, "a whole one is seen"
-
-
 @pytest.mark.parametrize("what", ["codec", "parameters", "nothing"])
 @on_ranks
 def test_ranks_that_store_otherwise_get_one_error_before_a_byte(what: str) -> None:
@@ -188,26 +160,21 @@ def test_a_peer_that_hangs_is_named_in_time(ranks: Ranks):
     assert ranks.run(hangs)[0] < 5
 
 
-def refuses() -> str:
-    storage = GradientStorage([nn.Parameter(torch.zeros(4))], codec=GroupInt(bits=8, symmetric=True))
-    with pytest.raises(
-        TypeError, match="codec is GroupInt.*cannot be cut into parts; allowed: BlockFloat8, or all_red"
-    ):
-        storage.average()
-    with pytest.raises(TypeError, match="timeout is 'soon'"):
-        GradientStorage([nn.Parameter(torch.zeros(4))]).average(timeout="soon")  # pyright: ignore
-    alone = GradientStorage([parameter := nn.Parameter(torch.zeros(4))])
+@on_ranks(1)
+def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    coded, alone = (GradientStorage([parameter], codec=c) for c in (GroupInt(bits=8, symmetric=True), FP8))
+    refused(
+        (coded.average, TypeError, "codec is GroupInt.*cannot be cut into parts; allowed: BlockFloat8, or all_red"),
+        (lambda: alone.average(timeout="soon"), TypeError, "timeout is 'soon'"),  # pyright: ignore
+    )
     parameter.grad = torch.arange(4.0)
     alone.average()
     alone.close()
     alone.average()
     assert list(payloads(alone)) == ["0"]
     assert parameter.grad is None
-    return str(alone.gradient(parameter))
-
-
-def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients(ranks: Ranks):
-    assert ranks.run(refuses, ranks=1) == [str(torch.arange(4.0))]
+    assert str(alone.gradient(parameter)) == str(torch.arange(4.0))
 
 
 @on_ranks
@@ -218,3 +185,130 @@ def test_the_next_backward_works_after_an_average_in_inference_mode() -> None:
     assert equal_everywhere(*payloads(storage).values())
     for parameter in parameters:  # as in the next step
         parameter.sum().backward()
+
+
+def toy() -> nn.Sequential:
+    torch.manual_seed(7)
+    layers = [nn.Linear(96, 96) for _ in range(6)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Different on every rank: targets are a fixed function of the inputs."""
+    x = torch.randn(16, 96, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return x, x.roll(1, 1).tanh()
+
+
+def trained(model: nn.Module, *, steps: int, micro_batches: int = 1) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for i in range(micro_batches):
+            last = i == micro_batches - 1
+            context = contextlib.nullcontext() if last else model.no_sync()  # pyright: ignore
+            with context:
+                x, y = batch(step * micro_batches + i, dist.get_rank())
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def ddp(codec: Codec | None, **options: Any) -> DistributedDataParallel:
+    model = DistributedDataParallel(toy(), bucket_cap_mb=0.08, gradient_as_bucket_view=True)
+    if codec is not None:
+        model.register_comm_hook(None, all_reduce_hook(codec, small=0, **options))
+    return model
+
+
+def weights(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "near"),
+    [
+        (Cast(), {}, 1e-5),
+        (FP8, {}, 0.03),
+        (INT4, {"error_feedback": True}, 0.1),
+        (INT8, {"algorithm": "one_shot"}, 0.01),
+    ],
+)
+@on_ranks(3)
+def test_ddp_learns_as_with_full_precision(codec: Codec, options: dict[str, Any], near: float) -> None:
+    """Seven buckets, rebuilt after the first step; with and without accumulation."""
+    for micro_batches in (1, 2):
+        plain, low, start = ddp(None), ddp(codec, **options), weights(toy())
+        trained(plain, steps=8, micro_batches=micro_batches)
+        trained(low, steps=8, micro_batches=micro_batches)
+        assert equal_everywhere(weights(low))
+        moved, apart = weights(plain) - start, weights(low) - weights(plain)
+        share = float(apart.norm() / moved.norm())
+        assert share < near, share
+        assert share > 0 or isinstance(codec, Cast)
+
+
+@on_ranks
+def test_error_feedback_makes_up_for_two_bits() -> None:
+    exact, results = ddp(None), []
+    trained(exact, steps=30)
+    for feedback in (False, True):
+        model = ddp(GroupInt(bits=2, group=64, symmetric=True), error_feedback=feedback)
+        trained(model, steps=30)
+        assert equal_everywhere(weights(model))
+        results.append(float((weights(model) - weights(exact)).norm()))
+    without, with_feedback = results
+    assert with_feedback < 0.8 * without
+
+
+@on_ranks(4)
+def test_models_of_several_groups_do_not_meet() -> None:
+    rank, found = dist.get_rank(), [None] * 4
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    assert isinstance(group, dist.ProcessGroup)
+    torch.manual_seed(rank // 2)
+    model = nn.Linear(64, 64)
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(None, all_reduce_hook(FP8, group=group, small=0))
+    for step in range(2):
+        ddp(torch.full((4, 64), float(rank + step))).square().mean().backward()
+    assert model.weight.grad is not None
+    dist.all_gather_object(found, model.weight.grad.tolist())
+    assert found[0] == found[1] != found[2] == found[3]
+
+
+def dies() -> None:
+    model = ddp(INT8, timeout=10)
+    if dist.get_rank() == 1:
+        trained(model, steps=2)
+        os._exit(4)
+    trained(model, steps=50)
+
+
+def test_a_rank_that_dies_ends_the_backward_pass_of_the_others(ranks: Ranks):
+    left, dead = pipelines.timely(ranks, dies)
+    assert dead.kind == "ended"
+    assert left.kind == "RuntimeError"
+    assert "rank 1" in left.text
+
+
+@on_ranks(4)
+def test_what_a_hook_cannot_do_is_refused() -> None:
+    def hook(codec: Codec = INT8, **options: Any) -> Any:
+        return lambda: all_reduce_hook(codec, **options)
+
+    rows = FeatureInt.fit([torch.ones(1, 8)])
+    refused(
+        (hook(AQSGD()), TypeError, "keeps state between messages"),
+        (hook(error_feedback=1), TypeError, "error_feedback is 1"),
+        (hook(rows), ValueError, "for rows of 8 elements; allowed for gradients"),
+        (lambda: LowBitReduceScatter(rows), ValueError, "for rows of 8 elements; allowed for gradients"),
+        (hook(algorithm="ring"), ValueError, "algorithm is 'ring'"),
+    )
+    model = nn.Sequential(nn.Embedding(50, 96, sparse=True), nn.Linear(96, 8))
+    sparse = DistributedDataParallel(model)
+    sparse.register_comm_hook(None, all_reduce_hook(FP8))
+    text = r"the gradient of a parameter of shape \[50, 96\] is sparse; allowed: dense gradients"
+    refused((lambda: sparse(torch.arange(6)).square().sum().backward(), Exception, text))

@@ -63,7 +63,7 @@ def trained(model: nn.Module, *, steps: int) -> tuple[list[float], list[float]]:
 
 def whole(model: nn.Module) -> Tensor:
     parameters: list[Any] = list(model.parameters())
-    return torch.cat([p.full_tensor().detach().reshape(-1) for p in parameters])
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).detach().reshape(-1) for p in parameters])
 
 
 def eight_bits_stored_and_reduced() -> tuple[list[float], float]:
@@ -86,6 +86,7 @@ def eight_bits_stored_and_reduced() -> tuple[list[float], float]:
     norm = storage.norm()
     full: Any = nn.utils.get_total_norm([p.grad for p in low.parameters() if p.grad is not None])
     assert norm == pytest.approx(full.full_tensor().item(), rel=1e-5)
+    assert storage.clip_(2 * norm) == norm == storage.norm()
     assert storage.clip_(norm / 2) == norm
     assert storage.norm() == pytest.approx(norm / 2, rel=1e-4)
     gradient: Any = storage.gradient(low[0].weight)
@@ -98,23 +99,6 @@ def eight_bits_stored_and_reduced() -> tuple[list[float], float]:
 def test_fsdp_stores_and_reduces_in_8_bits(ranks: Ranks):
     found = ranks.run(eight_bits_stored_and_reduced, ranks=3)
     assert len({norm for _, norm in found}) == 1
-
-
-@on_ranks
-def test_a_step_in_portions_is_the_whole_step() -> None:
-    """The update of sharded parameters in portions equals a whole step with the decoded gradients."""
-    models = [sharded(low_bit=False) for _ in range(2)]
-    storage = GradientStorage(models[0])
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
-    for step in range(3):
-        x, y = batch(step)
-        nn.functional.mse_loss(models[0](x), y).backward()
-        for p, q in zip(*(m.parameters() for m in models), strict=True):
-            q.grad = storage.gradient(p)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(whole(models[0]), whole(models[1]))
 
 
 @on_ranks
@@ -138,18 +122,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     assert moved == [True, False, True]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def block() -> Block:
+def block() -> nn.Sequential:
     torch.manual_seed(3)
-    return Block()
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
 
 
 @on_ranks
@@ -159,7 +134,7 @@ def test_tensor_parallel_layers() -> None:
     plain, model = block(), block()
     parallelize_module(
         model, mesh,
-        {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()},
+        {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1)), "3": RowwiseParallel()},
     )  # fmt: skip
     storage = GradientStorage(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
@@ -182,11 +157,7 @@ def test_tensor_parallel_layers() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert torch.allclose(weights(plain), whole(model), rtol=1e-5, atol=1e-7)
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        assert torch.allclose(whole(plain), whole(model), rtol=1e-5, atol=1e-7)
 
 
 def averaged(model: nn.Module, optimizer: Any) -> GradientStorage:
@@ -209,7 +180,7 @@ def zero() -> list[int]:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
     with mock.patch.object(dist, "broadcast", side_effect=dist.broadcast) as sent:
         storage = averaged(model, optimizer)
-    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert torch.equal(whole(plain), whole(model))
     states = optimizer.optim.state.values()
     return [sent.call_count, storage.nbytes, sum(x.numel() for state in states for x in state.values() if x.dim())]
 
@@ -231,5 +202,5 @@ def test_a_step_of_an_averaging_optimizer_counts_once() -> None:
     averaged(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     averager = PeriodicModelAverager(period=1, warmup_steps=2)
     averaged(model, PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager))
-    assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert torch.allclose(whole(plain), whole(model), atol=1e-6)
     assert averager.step == 3
