@@ -15,7 +15,6 @@ import torch.distributed as dist
 from benchmarks.changing_link import follow
 from lowbit.codecs import Cast, parse_pair
 from lowbit.codecs.speed import coding_speed
-from lowbit.config import ConfigError
 from lowbit.report.run_files import read_run
 from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
@@ -24,7 +23,6 @@ from lowbit.train.auto import Forecast, Watch, choose
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
-from lowbit.train.elastic import check_elastic
 from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import make_layout
 from lowbit.train.metrics import read_metrics
@@ -210,25 +208,6 @@ def test_links_that_are_slower_in_training_explain_longer_steps():
     assert share_of_rates(seconds, 0.8) >= 0.5
     assert share_of_rates(seconds, 10.0) == 1.0, "no link explains this"
     assert share_of_rates(lambda share: 0.5, 2.0) == 1.0
-
-
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        {"forward": ["auto", "int4", "int4"]}, {"backward": "auto"}, {"forward": "auto", "backward": "int8"},
-        {"forward": "auto", "boundary": "stock-fp32"}, {"forward": ["auto", "auto", "auto"]},
-    ],
-)  # fmt: skip
-def test_auto_stands_alone(tmp_path: Path, pipeline: dict[str, Any]):
-    with pytest.raises(ConfigError, match="allowed with auto: auto alone in forward, auto or nothing in backward"):
-        tiny(tmp_path, pipeline=pipeline)
-    assert tiny(tmp_path, pipeline={"forward": "auto", "backward": "auto"}).pipeline.is_auto
-
-
-def test_replicas_that_come_and_go_need_formats(tmp_path: Path):
-    config = tiny(tmp_path, pipeline={"forward": "auto"}, elastic={"lighthouse": "http://x:1", "name": "a"})
-    with pytest.raises(ConfigError, match="forward is auto; allowed with elastic.lighthouse: names"):
-        check_elastic(config, ())
 
 
 def _train(config: TrainConfig, mbit: float | None) -> tuple[list[dict[str, Any]], list[float]]:
