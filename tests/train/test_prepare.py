@@ -93,6 +93,13 @@ WRONG: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"pipeline": {"warmup_steps": 1, "forward": "TransformQuant(bits='auto', nats=0.02)"}},
         "pipeline.warmup_steps is 1, and .*nats=0.02.*; allowed: at least 2",
     ),
+    *(
+        ({"run": {"allow_change": [key], "resume": "auto", "overwrite": False}}, f"has '?{key}'?, which {text}")
+        for key, text in (
+            ("run.step", "a resume does not compare; did you mean run.steps"),
+            ("run.output", "a resume does not compare"), ("model.dim", "cannot change: the weights"),
+        )
+    ),
     ({"activations": {"bits": 9}}, r"activations\.bits is 9"),
     ({"activations": {"norm": [4, 1]}}, r"activations\.norm is 1"),
     ({"activations": {"bits": [4, 4, 4]}}, r"bits has 3 entries; allowed: one, or one for each of 2 stages"),
