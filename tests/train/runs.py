@@ -1,18 +1,22 @@
 """Training runs small enough for tests, and functions that the ranks of a test execute."""
 
+import contextlib
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from lowbit.train import StepMetrics, TrainConfig, from_mapping, train
+from lowbit.train import StepMetrics, TrainConfig, from_mapping, train, trainer
 from lowbit.train.metrics import read_metrics
 
 # Always the same, so that no change elsewhere moves a sum by its last bit.
 _WORDS = ("a", "bit", "is", "the", "unit", "of", "what", "few", "words", "tell", "and", "all", "links", "take")
-ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
+ONE: dict[str, Any] = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "data_parallel": 1, "layers": ()}
 RESUME: dict[str, Any] = {"resume": True, "overwrite": False}
 LIMIT = 110  # seconds, where everything else runs at the same time
 TEXT = " ".join(random.Random(0).choices(_WORDS, k=2500))
@@ -87,6 +91,20 @@ def stopped(config: TrainConfig, after: int) -> TrainConfig:
     with pytest.raises(KeyboardInterrupt):
         train(config, on_step=stop)
     return again(config, run=RESUME)
+
+
+@contextlib.contextmanager
+def own_machines() -> Iterator[None]:
+    """Each rank seems to be on a machine of its own."""
+    with mock.patch.object(trainer, "machine_name", return_value=f"machine of rank {dist.get_rank()}"):
+        yield
+
+
+def steps(config: TrainConfig) -> list[StepMetrics]:
+    """Train as a rank; the metrics of every step."""
+    found: list[StepMetrics] = []
+    train(config, on_step=found.append)
+    return found
 
 
 def losses(config: TrainConfig) -> list[float]:

@@ -86,12 +86,6 @@ def test_the_name_means_the_settings_that_it_stands_for(tmp_path: Path):
     assert agoq(tmp_path, activations={"group": 32, "rounding": "stochastic"}).activations.group == 32
 
 
-def test_what_contradicts_it_is_one_line(tmp_path: Path):
-    for section, key, own in (("activations", "bits", 6), ("gradients", "all_reduce", "int8")):
-        with pytest.raises(ConfigError, match=rf"{section}\.{key} is .* and run\.method is 'agoq', which sets it to"):
-            agoq(tmp_path, **{section: {key: own}})
-
-
 def test_a_plan_gives_the_bits_of_each_stage(tmp_path: Path, without_torchao: list[Any]):
     config = agoq(tmp_path)
     layout = prepare(config, ranks=2).layout

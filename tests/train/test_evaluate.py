@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.codecs import Cast, GroupInt, TransformQuant, parse
-from lowbit.train import ConfigError, TrainConfig, evaluate, train
-from lowbit.train.config import FULL_PRECISION
+from lowbit.train import TrainConfig, evaluate, train
 from lowbit.train.evaluate import Check, judged, wanted_nats
 from lowbit.train.metrics import EVALUATION
 from lowbit.train.prepare import prepare
@@ -177,19 +176,6 @@ def test_a_goal_that_cannot_be_met_is_said_and_training_continues(ranks: Ranks, 
     assert set(bits(chosen).values()) == {16.0}
     assert not checks[-1].reached
     assert str(checks[-1]).endswith("at the most bits: it cannot be met; training continues with these")
-
-
-@pytest.mark.parametrize("nats", ["0", "-0.1", "float('nan')", "'little'"])
-def test_goals_that_are_none_stop_a_run_before_it_starts(tmp_path: Path, nats: str) -> None:
-    with pytest.raises(ConfigError, match=r"pipeline.forward: "):
-        prepare(wide(tmp_path, nats), ranks=2)
-
-
-def test_a_goal_needs_a_warm_up(tmp_path: Path) -> None:
-    config = wide(tmp_path)
-    with pytest.raises(ConfigError, match=r"pipeline.warmup_steps is 1, and .*nats=0.02.*; allowed: at least 2"):
-        prepare(again(config, pipeline={"warmup_steps": 1}), ranks=2)
-    assert prepare(again(config, pipeline={"forward": [FULL_PRECISION]}), ranks=2)
 
 
 def compiled(config: TrainConfig) -> set[int]:

@@ -71,24 +71,21 @@ def test_a_name_means_what_it_did_when_the_checkpoint_was_written(
     assert "bits=2" in str(change.after)
 
 
-def test_the_format_of_averages_counts_where_there_are_several_pipelines(tmp_path: Path):
-    config = tiny(tmp_path, gradients={"all_reduce": "fp32"})
-    assert identity(config)["gradients.all_reduce"] is None
-    two = again(config, pipeline={"data_parallel": 2})
-    assert identity(two)["gradients.all_reduce"] == "Cast(dtype=torch.float32)"
-
-
-def test_a_removed_format_is_a_change(tmp_path: Path):
-    now = identity(tiny(tmp_path))
+def test_what_is_gone_not_recorded_or_foreign_is_a_change(tmp_path: Path):
+    config = tiny(tmp_path)
+    now = identity(config)
     gone = Change("pipeline.forward", ["Quant9(bits=9)"], now["pipeline.forward"])
     assert changes_between(now | {gone.key: gone.before}, now, step=2) == [gone]
     assert str(gone) == ("pipeline.forward was ['Quant9(bits=9)'] and is ['Cast(dtype=torch.float32)'] now")
-
-
-def test_what_a_checkpoint_does_not_record_is_a_change(tmp_path: Path):
-    now = identity(tiny(tmp_path))
     before = {key: value for key, value in now.items() if key != "optimizer.lr"}
     assert changes_between(before, now, step=2) == [Change("optimizer.lr", "not recorded", 0.003)]
+    two = identity(again(config, pipeline={"data_parallel": 2}, gradients={"all_reduce": "fp32"}))
+    averages = (now["gradients.all_reduce"], two["gradients.all_reduce"])
+    assert averages == (None, "Cast(dtype=torch.float32)"), "they count where there are several pipelines"
+    shown = str(Change("pipeline.schedule", "1F1B\x1b[2J\n" + "x" * 9999, "GPipe"))
+    assert shown.startswith(r"pipeline.schedule was 1F1B\x1b[2J\nxxx"), "without acting on the terminal"
+    assert shown.endswith("... and is GPipe now")
+    assert len(shown) < 600
 
 
 @pytest.mark.parametrize(("step", "differs"), [(3, True), (4, True), (5, False)])
@@ -97,10 +94,3 @@ def test_a_warm_up_counts_until_it_is_over(step: int, differs: bool):
     for before, after in (values, values[::-1]):
         assert bool(changes_between(before, after, step=step)) == differs
     assert from_mapping({"run": {"steps": 20}}).codec_warmup_steps == 5, "follows from run.steps"
-
-
-def test_a_foreign_value_is_shown_without_acting_on_the_terminal():
-    change = Change("pipeline.schedule", "1F1B\x1b[2J\n" + "x" * 9999, "GPipe")
-    assert str(change).startswith(r"pipeline.schedule was 1F1B\x1b[2J\nxxx")
-    assert str(change).endswith("... and is GPipe now")
-    assert len(str(change)) < 600

@@ -150,21 +150,6 @@ def test_a_saved_model_is_measured_and_loaded(tmp_path):
     assert all(torch.equal(model.state_dict()[k], v) for k, v in loaded.state_dict().items())
 
 
-def test_what_can_not_be_loaded_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"model.pretrained is 'absent'; .* allowed: a folder"):
-        count_layers(ModelConfig(pretrained="absent"))
-    (tmp_path / "config.json").write_text('{"model_type": "t5", "vocab_size": 9}')
-    with pytest.raises(ConfigError, match="a model of type 't5'; allowed: llama"):
-        count_layers(ModelConfig(pretrained=str(tmp_path)))
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 9}')
-    with pytest.raises(ConfigError, match="vocabulary has 9 entries, the tokenizer 256"):
-        vocabulary(ModelConfig(pretrained=str(tmp_path)), 256)
-    with pytest.raises(ConfigError, match=r"model.pretrained .* holds no weights"):
-        build_model(ModelConfig(pretrained=str(tmp_path)), vocab=9, sequence=8, seed=0)
-    with pytest.raises(ConfigError, match="vocabulary has 9 entries"):
-        vocabulary(ModelConfig(vocab=9), 256)
-
-
 class Module:
     """The parts of a stage's module that an export reads."""
 

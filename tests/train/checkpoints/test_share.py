@@ -1,6 +1,9 @@
 import contextlib
+import dataclasses
+import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +11,37 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, DamagedShareError
+from lowbit.train.checkpoints.manifest import (
+    MANIFEST,
+    TENSORS,
+    DamagedShareError,
+    Manifest,
+    newest_step,
+    read_manifest,
+    seal,
+    shares_in,
+    step_name,
+    unseal,
+)
 from lowbit.train.checkpoints.save import DTYPES, commit_share, stage_share, verify_share
-from tests.train.checkpoints.test_manifest import manifest
+from tests.test_import import loaded_by
 
 FLIPS = 300
+
+
+def manifest(**changes: Any) -> Manifest:
+    """A manifest of a share with one tensor."""
+    layout = {
+        "pipeline.ranks": 2, "pipeline.data_parallel": 1, "pipeline.stages_per_rank": 1, "pipeline.schedule": "1F1B",
+        "layers": [2, 1], "rows": 2,
+    }  # fmt: skip
+    values: dict[str, Any] = {
+        "step": 4, "rank": 0, "ranks": 2, "attempt": "a", "layout": layout,
+        "identity": {"optimizer.lr": 1e-08, "data.text": "ä"}, "versions": {"lowbit": "1"}, "changes": [], "codecs": [],
+        "aliases": {}, "file": {"bytes": 1, "sha256": "0"},
+        "tensors": {"model/a": {"dtype": "F32", "shape": [2]}},
+    }  # fmt: skip
+    return Manifest(**(values | changes))
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -24,6 +53,11 @@ def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
         "none": torch.empty(0, 3),
         **{name: torch.ones(3, dtype=dtype) for name, dtype in DTYPES.items()},
     }
+
+
+def write_share(target: Path, *contents: Any) -> None:
+    stage_share(target, *contents)
+    commit_share(target)
 
 
 @pytest.fixture
@@ -40,24 +74,38 @@ def test_what_is_read_is_what_was_written(share: Path):
     for name, tensor in tensors().items():
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
+    assert read_manifest(share).identity == manifest().identity
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position // 8] ^= 1 << position % 8
+    path.write_bytes(data)
 
 
 def test_no_flipped_bit_goes_unnoticed(share: Path):
-    files = [share / MANIFEST, share / TENSORS]
-    whole = {path: path.read_bytes() for path in files}
-    draw, noticed = random.Random(0), 0
+    draw = random.Random(0)
     for _ in range(FLIPS):
-        path = draw.choice(files)
-        data, position = bytearray(whole[path]), draw.randrange(8 * len(whole[path]))
-        data[position // 8] ^= 1 << position % 8
-        path.write_bytes(data)
-        try:
+        path = share / draw.choice([MANIFEST, TENSORS])
+        position = draw.randrange(8 * path.stat().st_size)
+        flip(path, position)
+        with pytest.raises(DamagedShareError):
             verify_share(share)
-        except DamagedShareError:
-            noticed += 1
-        path.write_bytes(whole[path])
-    assert noticed == FLIPS
+        flip(path, position)
     verify_share(share)
+
+
+def replace(path: Path, make: Callable[[Path], Any]) -> None:
+    """Something else in the place of a file."""
+    path.unlink()
+    make(path)
+
+
+def lie(share: Path) -> None:
+    """A manifest that is whole, but gives a tensor another shape."""
+    read = verify_share(share)
+    read.tensors["model/a"]["shape"] = [2, 3]
+    (share / MANIFEST).write_bytes(read.to_bytes())
 
 
 @pytest.mark.parametrize(
@@ -65,33 +113,20 @@ def test_no_flipped_bit_goes_unnoticed(share: Path):
     [
         (lambda share: os.truncate(share / TENSORS, 100), "has 100 bytes of tensors.safetensors"),
         (lambda share: (share / TENSORS).unlink(), "cannot be read: No such file"),
+        (lambda share: replace(share / TENSORS, os.mkfifo), "has a tensors.safetensors that is not a regular file"),
+        (lambda share: (share / ".metadata").touch(), "holds .metadata, which its manifest does not list"),
+        (lie, "other tensors"),
         (lambda share: (share / MANIFEST).unlink(), "has no manifest.json"),
+        (lambda share: (share / MANIFEST).write_bytes(b""), "has a manifest.json that was changed or cut short"),
+        (lambda share: replace(share / MANIFEST, os.mkfifo), "is not a regular file"),
+        (lambda share: replace(share / MANIFEST, lambda p: p.symlink_to("/dev/zero")), "is not a regular file"),
+        (lambda share: os.truncate(share / MANIFEST, 1 << 40), "more than 67108864 bytes"),
+        (lambda share: share.rename(share.with_name("rank-1")), "is that of rank 0 at step 4"),
     ],
 )
-def test_damage_is_told(share: Path, damage: Any, text: str):
-    damage(share)
+def test_damage_is_told(share: Path, damage: Callable[[Path], Any], text: str):
     with pytest.raises(DamagedShareError, match=text):
-        verify_share(share)
-
-
-def test_tensors_that_are_a_pipe_are_not_waited_for(share: Path):
-    (share / TENSORS).unlink()
-    os.mkfifo(share / TENSORS)
-    with pytest.raises(DamagedShareError, match="has a tensors.safetensors that is not a regular file"):
-        verify_share(share)
-
-
-def test_a_manifest_that_lies_about_tensors_is_noticed(share: Path):
-    read = verify_share(share)
-    read.tensors["model/a"]["shape"] = [2, 3]
-    (share / MANIFEST).write_bytes(read.to_bytes())
-    with pytest.raises(DamagedShareError, match="other tensors"):
-        verify_share(share)
-
-
-def write_share(target: Path, *contents: Any) -> None:
-    stage_share(target, *contents)
-    commit_share(target)
+        verify_share(damage(share) or share)
 
 
 class _Interrupted(BaseException):
@@ -143,3 +178,69 @@ def test_a_crash_at_any_moment_leaves_whole_shares_only(
         assert torch.equal(load_file(share / TENSORS)["model/a"], tensors(5)["model/a"])
         assert os.listdir(share.parent) == ["rank-0"]
     assert number > 8
+
+
+def put(folder: Path, found: Manifest) -> None:
+    share = folder / step_name(found.step) / f"rank-{found.rank}"
+    share.mkdir(parents=True)
+    (share / MANIFEST).write_bytes(found.to_bytes())
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed():
+    data = manifest().to_bytes()
+    for position in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        with pytest.raises(DamagedShareError):
+            unseal(bytes(flipped))
+
+
+def test_another_way_to_write_the_same_is_noticed():
+    values = json.loads(manifest().to_bytes())
+    for data in (json.dumps(values, indent=1).encode(), manifest().to_bytes() + b"\n", b"", b"[]", b"{", b"[" * 99_999):
+        with pytest.raises(DamagedShareError):
+            unseal(data)
+
+
+def test_a_foreign_manifest_is_checked():
+    layout = manifest().layout
+    wrong: list[tuple[str, Any, str]] = [
+        ("format", 3, "has format 3; this version of lowbit reads format 1"),
+        ("ranks", [], "ranks: Input should be a valid int"),
+        ("ranks", 2_000_000_000, "ranks: Input should be less"),
+        ("rank", 2, "ranks, stages and layers differ"),
+        ("layout", {}, "layout.pipeline.ranks: Field required"),
+        ("layout", layout | {"layers": [1 << 40, 1]}, "layout.layers.0: Input"),
+        ("layout", layout | {"layers": [1, 1, 1]}, "ranks, stages and layers differ"),
+        ("layout", layout | {"pipeline.data_parallel": 2}, "ranks, stages and layers differ"),
+        ("codecs", [{"after_layer": "x"}], "codecs.0.after_layer"),
+        ("tensors", {"\x1b[2J": {"dtype": "F32", "shape": [-1]}}, r"tensors.\\x1b\[2J.shape.0"),
+    ]
+    for key, value, text in wrong:
+        values = {"format": 1, **dataclasses.asdict(manifest()), key: value}
+        with pytest.raises(DamagedShareError, match=text):
+            Manifest.from_values(unseal(seal(values)))
+
+
+def test_the_newest_step_is_the_newest_that_is_whole(tmp_path: Path):
+    assert newest_step(tmp_path / "absent") is None
+    for name in ("step-abc", "step-00000009", ".step-00000010", "step-00000011/rank-x"):
+        (tmp_path / name).mkdir(parents=True)
+    assert newest_step(tmp_path) is None
+    put(tmp_path, manifest())
+    assert newest_step(tmp_path) == 4, "the other machine has the other share"
+    put(tmp_path, manifest(rank=1))
+    put(tmp_path, manifest(step=6))
+    assert newest_step(tmp_path) == 4, "step 6 was not finished"
+    put(tmp_path, manifest(step=6, rank=1, attempt="b"))
+    assert newest_step(tmp_path) == 4, "these do not belong together"
+
+
+def test_a_step_that_another_rank_drops_meanwhile_has_no_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    step = tmp_path / step_name(4)
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # it still was when somebody looked
+    assert shares_in(step) == {}
+
+
+def test_it_is_read_without_pytorch():
+    assert "torch" not in loaded_by("lowbit.train.checkpoints.manifest")
