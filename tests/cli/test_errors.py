@@ -108,6 +108,7 @@ LINES = [
     ("train --steps 3", "error: unknown option --steps; did you mean --run.steps?; see lowbit train --help"),
     ("train --resume --overwrite", "run.resume and run.overwrite are both true; allowed: one of the two"),
     ("train --data.text folder", "data.text has 'folder', where there is no file; allowed: a folder with a file"),
+    ("train --data.text text.txt", "data.text text.txt has 9 tokens to train on; allowed: at least 2049"),
     ("bench pipeline --link -25mbit", "link is '-25mbit': cannot read '-25mbit'; allowed:"),
     ("plan pipeline cluster.toml", "machine 'desk': machine.tflops is -1; allowed: at least 0"),
     ("plan memory --budget 24", "budget is '24', less than a megabyte; allowed: more, such as 24gb or 800mb"),

@@ -127,15 +127,10 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
     if any(text.endswith(".jsonl") for text in data.text):
         notes = ("data.text names .jsonl files and data.format is text: the model learns their lines as they are",)
     train, evaluated = Windows(tokens, data.sequence), Windows(held_out, data.sequence)
-    if not len(train):
-        raise ConfigError(
-            f"data.sequence is {data.sequence}; {_source(data)} has {len(tokens)} tokens to train on; "
-            f"allowed: at most {max(0, len(tokens) - 1)}"
-        )
     if len(train) < data.batch:
         raise ConfigError(
-            f"data.batch is {data.batch}; {_source(data)} has {len(train)} windows of {data.sequence} tokens to train "
-            "on; allowed: at most as many"
+            f"data.batch is {data.batch} and data.sequence is {data.sequence}; {_source(data)} has {len(tokens)} "
+            f"tokens to train on; allowed: at least {data.batch * data.sequence + 1}, or smaller batches or sequences"
         )
     if data.held_out and not len(evaluated):
         raise ConfigError(
