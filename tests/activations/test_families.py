@@ -22,7 +22,7 @@ EXPERTS = GATED | {"num_experts_per_tok": 2, "num_local_experts": 8, "experts": 
 LATENT = {"n_routed_experts": 8, "n_group": 2, "topk_group": 2, "kv_lora_rank": 32, "q_lora_rank": 48}
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("llama", "qwen3", "gemma3_text", "phi3", "glm4", "cohere", "gemma2", "lora", "lora-dropout"), GATED
+        ("llama", "qwen3", "gemma3_text", "olmo2", "phi3", "glm4", "cohere", "gemma2", "lora", "lora-dropout"), GATED
     ),
     "opt": PLAIN | {"ffn_dim": 256, "word_embed_proj_dim": 64},
     "gpt_neox": PLAIN | {"intermediate_size": 256},
