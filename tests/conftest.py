@@ -12,6 +12,9 @@ if not torch.cuda.is_available():
 
 from tests.processes import Ranks
 
+# Products as small as these take longer with more threads, and much longer while other tests compute.
+torch.set_num_threads(1)
+
 TESTS = Path(__file__).parent
 LONG = [
     *("lab/bench/test_demo.py", "lab/bench/test_convergence.py", "test_docs.py", "test_examples.py"),

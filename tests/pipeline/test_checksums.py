@@ -90,7 +90,7 @@ def test_nothing_that_is_damaged_is_decoded() -> None:
 def test_a_damaged_announcement_is_noticed() -> None:
     run = toy.Run("1f1b", toy.lowbit(timeout=10, **FIT))
     run.train(0)
-    damage = "the announcement of pass 2 is damaged: it does not fit the checksum"
+    damage = r"the announcement of pass 2 from rank 0 \(stage 0\) is damaged: it does not fit the checksum"
     said = damage if dist.get_rank() else rf"rank 1 \(stage 1\) gave up: DamagedError: {damage}"
     with on_the_way(0, Flip(0)), pytest.raises(RuntimeError, match=f"^{said}"):
         run.train(1)

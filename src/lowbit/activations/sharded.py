@@ -164,7 +164,7 @@ _RULES: dict[Any, Callable[..., Sharding | None]] = {
     functional.rms_norm: _norm,
     functional.scaled_dot_product_attention: _attention,
     **dict.fromkeys((functional.silu, functional.relu, functional.gelu, torch.relu, Tensor.relu), _elementwise),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, torch.square, Tensor.square), _elementwise),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _elementwise),
     "norm": _norm,
     "mlp": _elementwise,
 }

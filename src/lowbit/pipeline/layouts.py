@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lowbit.wire.errors import PeerError
+from lowbit.wire.pytorch import default_group, rank_names
 from lowbit.wire.tags import LAYOUTS, PIPELINES, tag
 
 MESSAGE_BYTES = 1 << 14
@@ -104,7 +105,8 @@ def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.de
     try:
         return parse(message.cpu().numpy().tobytes())
     except (ValueError, RecursionError) as error:
-        raise PeerError(f"rank {peer} sent something other than layouts of tensors: {error}", peer) from None
+        name = rank_names(group or default_group())[peer]
+        raise PeerError(f"{name} sent something other than layouts of tensors: {error}", peer) from None
 
 
 def parse(text: bytes) -> list[Tensor]:

@@ -151,12 +151,13 @@ class Passes:
 
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
         """Announce or receive the number of this pass's configuration; None if it is new."""
+        name = self._names[self._source]
         if self._announcements is None:
             if "gloo" in dist.get_backend_config(self._group):
                 mailbox = Mailbox(self._group, self._checksums, self._board)
-                self._announcements = _Direct(mailbox, self._source, self._announced_on)
+                self._announcements = _Direct(mailbox, self._source, name, self._announced_on)
             else:
-                self._announcements = _ThroughStore(self._group, self._source, self._board)
+                self._announcements = _ThroughStore(self._group, self._source, name, self._board)
         facts, traffic = self._facts(batch), self._stages[0].lanes.transport.traffic
         if self._is_source:
             number = self._known.get(seen)
@@ -164,15 +165,15 @@ class Passes:
         else:
             with traffic.timing("wait_seconds", message="the announcement of the pass"):
                 announcement = self._announcements.receive(self._passes)
-            number, problem, theirs = _checked(announcement, self._source)
-            source, own = self._names[self._source], self._board.own_name
-            if conflict := contradictions({source: theirs, own: facts}):
+            number, problem, theirs = _checked(announcement, name)
+            own = self._board.own_name
+            if conflict := contradictions({name: theirs, own: facts}):
                 raise _Conflict(conflict)
             if number is not None and self._loaded:
-                raise _Conflict(f"the ranks do not agree:\n  codec state: loaded on {own}; not on {source}")
+                raise _Conflict(f"the ranks do not agree:\n  codec state: loaded on {own}; not on {name}")
             if number is not None and number >= len(self._agreed):
                 raise _Conflict(
-                    f"the ranks do not agree:\n  configurations so far: more than {number} on {source}; "
+                    f"the ranks do not agree:\n  configurations so far: more than {number} on {name}; "
                     f"{len(self._agreed)} on {own}"
                 )
         if problem:
@@ -267,7 +268,7 @@ class _Refused(Exception):
     """A batch that all ranks refuse; the pipeline can continue with another one."""
 
 
-def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str, str]]:
+def _checked(announcement: Any, source: str) -> tuple[int | None, str, dict[str, str]]:
     match announcement:
         case [None | int() as number, str(problem), dict(facts)] if (
             type(number) is not bool
@@ -275,7 +276,7 @@ def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str,
             and all(isinstance(value, str) for value in facts.values())
         ):
             return number, problem, facts
-    raise ValueError(f"rank {source} announced {str(announcement)[:80]}; allowed: a configuration")
+    raise ValueError(f"{source} announced {str(announcement)[:80]}; allowed: a configuration")
 
 
 def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
@@ -298,8 +299,8 @@ _KEPT_PASSES = 1024  # messages kept in the store: the first stage may be this m
 class _Direct:
     """By Gloo messages; each takes half a round trip, because receives are posted ahead of their passes."""
 
-    def __init__(self, mailbox: Mailbox, source: int, channel: int) -> None:
-        self._mailbox, self._source, self._channel = mailbox, source, channel
+    def __init__(self, mailbox: Mailbox, source: int, name: str, channel: int) -> None:
+        self._mailbox, self._source, self._name, self._channel = mailbox, source, name, channel
         self._sent: list[Sent] = []
         self._expected: deque[Expected] = deque()
 
@@ -318,23 +319,23 @@ class _Direct:
             coming = number + len(self._expected)
             place = coming, self._source, self._channel
             self._expected.append(self._mailbox.expect(self._route(self._source, coming), _ANNOUNCEMENT_BYTES, place))
-        return _parsed(self._expected.popleft().wait().numpy().tobytes(), self._source)
+        return _parsed(self._expected.popleft().wait().numpy().tobytes(), self._source, self._name)
 
     def finish(self) -> None:
         while self._sent:
             self._sent.pop().wait()
 
     def _route(self, peer: int, number: int) -> Route:
-        return Route(peer, self._channel, f"the announcement of pass {number}")
+        return Route(peer, self._channel, f"the announcement of pass {number} from {self._name}")
 
 
 class _ThroughStore:
     """By keys of the group's store; for NCCL, whose messages would make the host wait for the device."""
 
-    def __init__(self, group: dist.ProcessGroup, source: int, board: FailureBoard) -> None:
+    def __init__(self, group: dist.ProcessGroup, source: int, name: str, board: FailureBoard) -> None:
         self._limit = board.patience.total_seconds()
         self._store = BoundedStore(group, self._limit)
-        self._source, self._topic = source, board.topic
+        self._source, self._name, self._topic = source, name, board.topic
 
     def send(self, number: int, value: Any) -> int:
         text = json.dumps(value)
@@ -348,9 +349,9 @@ class _ThroughStore:
         while not (text := peek(self._store, self._key(number))):
             waited = time.monotonic() - start
             if waited > self._limit:
-                raise PeerError(f"rank {self._source} announced no step within {self._limit:g} s", self._source)
+                raise PeerError(f"{self._name} announced no step within {self._limit:g} s", self._source)
             time.sleep(min(_LONGEST, max(_SHORTEST, _SHARE * waited)))
-        return _parsed(text, self._source)
+        return _parsed(text, self._source, self._name)
 
     def finish(self) -> None:
         pass
@@ -359,8 +360,8 @@ class _ThroughStore:
         return f"lowbit/pass/{self._topic}/{number}"
 
 
-def _parsed(text: bytes, source: int) -> Any:
+def _parsed(text: bytes, source: int, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PeerError(f"rank {source} sent an announcement that is not JSON: {error}", source) from None
+        raise PeerError(f"{name} sent an announcement that is not JSON: {error}", source) from None
