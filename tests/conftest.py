@@ -12,7 +12,6 @@ if not torch.cuda.is_available():
 
 from tests.processes import Ranks
 
-# Products as small as these take longer with more threads, and much longer while other tests compute.
 torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
@@ -35,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.lab)
     places = {TESTS / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Products as small as the tests' take longer with more threads, and much longer while other tests compute."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
