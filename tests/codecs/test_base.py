@@ -92,7 +92,7 @@ def test_kernels_give_the_references_bytes(codec: Codec, dtype: torch.dtype) -> 
         g = torch.Generator().manual_seed(shape[-1])
         x = torch.randn(shape, generator=g) * torch.exp2(6 * torch.randn(shape, generator=g)) * size
         flat = x.view(-1)
-        flat[1::7], flat[0], flat[flat.numel() // 2] = 0, 1e-39, math.nan if shape[-1] % 2 else 1.0
+        flat[1::7], flat[0], flat[flat.numel() // 2] = 0, 1e-39, math.nan if shape[-1] % 2 else size
         x, made = x.to(dtype), []
         for backend in ("reference", "cpu"):
             with kernels.backend(backend):
