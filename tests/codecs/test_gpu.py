@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import BlockFloat8, Codec, FeatureInt, GroupInt, TAHQuant, TransformQuant
+from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant, TransformQuant
 from lowbit.codecs.transform_quant.reference import transform_geometry
 from tests.codecs.examples import rooms
+from tests.codecs.feature_int.examples import for_three_ranks
 from tests.codecs.group_int.examples import KERNELS as GROUP_INT
 from tests.codecs.tah_quant.examples import BY_TOKEN, GPU
 
@@ -71,6 +71,8 @@ def check(codec: Codec, x: Tensor) -> None:
             written = codec.decode(made[name], shape=x.shape, dtype=x.dtype)
             added = codec.decode(made[name], shape=x.shape, out=torch.ones_like(x), accumulate=True)
             read[name] = written, added
+            if isinstance(codec, BlockFloat8):
+                read[name] += (codec.add(made[name].clone(), x * 0.3),)
     different = (made["reference"] != made["gpu"]).nonzero().flatten()
     assert not len(different), f"{len(different)} of {size} bytes, the first at {different[:9]}"
     assert all(same(*pair) for pair in zip(read["reference"], read["gpu"], strict=True))
@@ -92,6 +94,9 @@ def cases() -> Iterator[tuple[Codec, tuple[int, ...], torch.dtype, str]]:
     for codec in GROUP_INT:
         for size, dtype, kind in zip(*sizes, ("hard", "grid", "gaussian", "grid"), strict=True):
             yield codec, (1, size), dtype, kind
+    for codec in (BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(rounding="stochastic")):
+        for size, dtype, kind in zip(*sizes, ("hard", "hard", "gaussian", "grid"), strict=True):
+            yield codec, (1, size), dtype, kind
     for symmetric in (False, True):
         yield GroupInt(group=32, symmetric=symmetric, rounding="stochastic"), (3, 333), torch.float32, "gaussian"
     for dtype in DTYPES[1:]:
@@ -106,26 +111,6 @@ def test_bytes_and_numbers(codec: Codec, shape: tuple[int, ...], dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    "codec", [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(rounding="stochastic")], ids=repr
-)
-def test_block_float8(codec: BlockFloat8) -> None:
-    for shape, dtype, kind in (
-        ((1, 777), torch.float32, "hard"), ((5, 300), torch.bfloat16, "hard"),
-        ((1, 4096), torch.float16, "gaussian"), ((1, 1), torch.float32, "grid"),
-    ):  # fmt: skip
-        x = tensor(shape, dtype, kind)
-        check(codec, x)
-        sums = []
-        for name in ("reference", "gpu"):
-            with kernels.backend(name):
-                torch.manual_seed(2)
-                payload = codec.encode(x.to(DEVICE))
-                codec.add(payload, (x * 0.3).to(DEVICE))
-                sums.append(payload)
-        assert torch.equal(*sums)
-
-
-@pytest.mark.parametrize(
     ("size", "outliers", "bits", "gain"),
     [
         (571, (0, 7, 570), 4, "token"), (33, (), 8, "token"), (1, (), 4, "token"),
@@ -133,12 +118,9 @@ def test_block_float8(codec: BlockFloat8) -> None:
         (71, (), 6, "token"), (71, (), 4, "static"),
     ],
 )  # fmt: skip
-def test_feature_int(size: int, outliers: tuple[int, ...], bits: int, gain: Literal["token", "static"]) -> None:
+def test_feature_int(size: int, outliers: tuple[int, ...], bits: int, gain: str) -> None:
     """Rows and bytes that fill no program; means, and sums over ranks in every dtype."""
-    g = torch.Generator().manual_seed(size)
-    ranges, offsets = torch.rand(3, size, generator=g) + 0.5, torch.randn(3, size, generator=g)
-    tables = {"ranges": ranges, "total": ranges.sum(0), "offsets": offsets, "total_offset": offsets.sum(0)}
-    codec = FeatureInt(bits=bits, gain=gain, **tables, features=outliers)
+    codec = for_three_ranks(size, outliers, bits, gain)
     check(codec, tensor((9, size), torch.float32, "hard"))
     for dtype in DTYPES if size == 33 else [DTYPES[size % 3]]:
         parts = [tensor((3, size), dtype, k).to(DEVICE) * 2 for k in ("hard", "grid", "gaussian")]

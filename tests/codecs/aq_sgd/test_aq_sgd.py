@@ -1,10 +1,12 @@
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, GroupInt, Session
+from tests.refused import refused
 
 SHAPE = (2, 3, 64)
 CODED, PLAIN = GroupInt().nbytes(SHAPE[1:]), 4 * 3 * 64  # bytes of a sample
@@ -84,13 +86,10 @@ def test_nan_reaches_the_other_side() -> None:
 
 def test_bad_input() -> None:
     (sender, receiver), x = ends(), torch.randn(SHAPE)
-    for samples in (None, (1,), (1, 1), (1, 2, 3)):
-        with pytest.raises(ValueError, match="AQSGD needs 2 different sample ids"):
-            encoded(sender, x, samples)  # type: ignore[arg-type]
-    receiver.samples = (0, 1)
-    with pytest.raises(ValueError, match="expected one dimension of 1536 bytes"):
-        receiver.decode(torch.zeros(10, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"AQSGD keeps state between messages: use open\(\)"):
-        AQSGD().encode(x)
-    with pytest.raises(ValueError, match=r"state of sample 5 has shape \(2,\)"):
-        sender.load_state_dict({"5": torch.zeros(2)})
+    receiver.samples, few, needs = (0, 1), torch.zeros(10, dtype=torch.uint8), "AQSGD needs 2 different sample ids"
+    refused(
+        *((partial(encoded, sender, x, wrong), ValueError, needs) for wrong in (None, (1,), (1, 1), (1, 2, 3))),
+        (lambda: receiver.decode(few), ValueError, "expected one dimension of 1536 bytes"),
+        (lambda: AQSGD().encode(x), ValueError, r"AQSGD keeps state between messages: use open\(\)"),
+        (lambda: sender.load_state_dict({"5": few[:2]}), ValueError, r"state of sample 5 has shape \(2,\)"),
+    )

@@ -12,7 +12,7 @@ from tests.codecs.golden import frozen
 from tests.fuzz.targets import EMPTY, SHAPES, SMALL, AddingTo, Decoding, Encoding, Summing, Target
 
 STOCHASTIC = BlockFloat8(rounding="stochastic")
-CODECS = [BlockFloat8(), BlockFloat8(format="e5m2", block=32, rounding="stochastic")]
+CODECS = [BlockFloat8(), STOCHASTIC, BlockFloat8(format="e5m2", block=96, rounding="stochastic")]
 GOLDEN = frozen(BlockFloat8(), BlockFloat8(format="e5m2", block=32))
 KERNELS = [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(block=32)]
 

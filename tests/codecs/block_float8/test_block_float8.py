@@ -2,10 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lowbit import kernels
 from lowbit.codecs import BlockFloat8
 
 MANTISSA = {"e4m3": 3, "e5m2": 2}
@@ -44,10 +41,9 @@ def test_codes_are_the_engines_own(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_was_decoded_is_coded_exactly(format: str, dtype: torch.dtype) -> None:
+def test_what_was_decoded_is_coded_exactly(format: str) -> None:
     codec = BlockFloat8(format=format, block=32)
-    once = codec.round_trip(spread(1000).to(dtype))
+    once = codec.round_trip(spread(1000))
     assert torch.equal(codec.round_trip(once), once)
 
 
@@ -94,34 +90,6 @@ def test_a_bad_block_does_not_touch_its_neighbours(bad: float) -> None:
     assert not payload[128:256].any()
     codec.add(payload, torch.ones(300))
     assert codec.decode(payload, shape=(300,))[128:256].isnan().all(), "and stays bad"
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 300),
-    st.sampled_from(FORMATS),
-    st.sampled_from([32, 96, 128]),
-    st.sampled_from(["nearest", "stochastic"]),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.sampled_from([1.0, 1e-6, 1e-39, 1e30]),
-    st.integers(0, 2**20),
-)
-def test_backends_agree(
-    count: int, format: str, block: int, rounding: str, dtype: torch.dtype, size: float, seed: int
-) -> None:
-    codec = BlockFloat8(format=format, block=block, rounding=rounding)
-    x = (spread(count, seed=seed, octaves=6) * size).to(dtype)  # bfloat16 data hits the ties
-    found = []
-    for name in ("reference", "cpu"):
-        with kernels.backend(name):
-            torch.manual_seed(seed)
-            payload = codec.encode(x)
-            total = codec.add(payload.clone(), x.flip(0))
-            y = codec.decode(payload, shape=x.shape, dtype=dtype)
-            z = codec.decode(total, shape=x.shape, out=x.clone(), accumulate=True)
-        found.append((payload, total, y, z))
-    for reference, cpu in zip(*found, strict=True):
-        assert torch.equal(reference.nan_to_num(7), cpu.nan_to_num(7))
 
 
 def test_adding_is_decoding_adding_and_coding() -> None:

@@ -85,8 +85,6 @@ def test_a_token_of_nan_does_not_count() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 600), (300, 1), (1, 1), (2, 5, 7)])
 def test_unusual_shapes_get_a_rate(shape: tuple[int, ...]) -> None:
-    g = torch.Generator().manual_seed(0)
-    x, gradient = torch.randn(shape, generator=g), torch.randn(shape, generator=g)
+    x, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     codec = TransformQuant(bits="auto", nats=0.01)
-    settled = codec.settle(codec.choose(x, gradient, 1.0))
-    crossed(*ends(settled, shape), x)
+    crossed(*ends(codec.settle(codec.choose(x, gradient, 1.0)), shape), x)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lowbit.codecs.transform_quant.basis import start
 from lowbit.codecs.transform_quant.memory import Headers
 from lowbit.codecs.transform_quant.reference import ENTRY, LANES, TransformGeometry, body_nbytes
 from tests.codecs.transform_quant.messages import SHAPE, crossed, decibels, ends, same_state, tokens
+from tests.refused import refused
 
 CODEC = TransformQuant()
 
@@ -24,20 +26,20 @@ def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> Non
     sender, receiver = ends()
     for seed in range(4):
         crossed(sender, receiver, tokens(seed=seed))
-    before = sender.state_dict()
+    before = ends()
+    for new, old in zip(before, (sender, receiver), strict=True):
+        new.load_state_dict(old.state_dict())
     small = {"shape": (1, 30, 48), "dtype": torch.bfloat16}
     there, here = sender.sharing_state(**small), receiver.sharing_state(**small)
     x = tokens((1, 30, 48), seed=8).bfloat16()
     y = crossed(there, here, x, training=False)
     assert y.dtype == torch.bfloat16
     assert decibels(x, y) > 8
-    for end in (sender, receiver):
-        after = end.state_dict()
-        assert torch.equal(after["directions"], before["directions"])
-        assert (after["messages"], after["digest"]) == (before["messages"], before["digest"])
+    same_state(sender, before[0])
+    same_state(receiver, before[1])
     crossed(there, here, x)  # in training, the other shape's messages count among the first's
     crossed(sender, receiver, tokens(seed=9))
-    assert sender.state_dict()["messages"] == before["messages"] + 2
+    assert sender.state_dict()["messages"] == before[0].state_dict()["messages"] + 2
     same_state(sender, receiver)
 
 
@@ -77,25 +79,22 @@ def test_strided_tensors_and_outputs() -> None:
 
 
 def test_a_lost_repeated_or_misplaced_message_is_an_error() -> None:
-    sender, receiver = ends()
-    first, second = (sender.encode(tokens(seed=s)) for s in range(2))
-    with pytest.raises(ValueError, match=r"training message 1 .* expects training message 0"):
-        receiver.decode(second)
-    receiver.decode(first)
-    with pytest.raises(ValueError, match=r"training message 0 .* expects training message 1"):
-        receiver.decode(first)
-    with pytest.raises(ValueError, match="expects evaluation message 1"):
-        receiver.decode(second, training=False)
+    (sender, receiver), (other, _) = ends(), ends()
+    first, second, third = (sender.encode(tokens(seed=s)) for s in range(3))
+    strange = [other.encode(tokens(seed=s)) for s in (5, 6, 2)][-1]
+    decode = receiver.decode
+    refused((lambda: decode(second), ValueError, "training message 1 .* expects training message 0"))
+    decode(first)
+    refused(
+        (lambda: decode(first), ValueError, "training message 0 .* expects training message 1"),
+        (lambda: decode(second, training=False), ValueError, "expects evaluation message 1"),
+    )
     before = receiver.state_dict()
-    receiver.decode(second)
-    other, _ = ends()
-    for seed in (5, 6):
-        other.encode(tokens(seed=seed))
-    with pytest.raises(ValueError, match=r"message 2 after directions .* expects training message 2"):
-        receiver.decode(other.encode(tokens(seed=2)))
+    decode(second)
+    refused((lambda: decode(strange), ValueError, "message 2 after directions .* expects training message 2"))
     receiver.load_state_dict(before)
-    receiver.decode(second)
-    receiver.decode(sender.encode(tokens(seed=2)))
+    decode(second)
+    decode(third)
 
 
 def test_where_the_host_knows_late_a_wrong_message_is_nan_and_leaves_the_directions_alone(
@@ -135,23 +134,19 @@ def test_nothing_is_an_empty_message(shape: tuple[int, ...]) -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"use open\(\)"):
-        CODEC.encode(torch.randn(4, 64))
     sender, receiver = ends()
-    with pytest.raises(ValueError, match=r"x has shape \(3,\)"):
-        sender.encode(torch.randn(3))
-    with pytest.raises(TypeError, match="float64"):
-        sender.encode(torch.randn(SHAPE, dtype=torch.float64))
-    with pytest.raises(ValueError, match="x is on meta; this session is for cpu"):
-        sender.encode(torch.empty(SHAPE, device="meta"))
-    with pytest.raises(ValueError, match="expected .* bytes"):
-        receiver.decode(torch.zeros(10, dtype=torch.uint8))
     payload, room = sender.encode(tokens(seed=0)), torch.empty(SHAPE)
-    with pytest.raises(TypeError, match="out has dtype torch.float64"):
-        receiver.decode(payload, out=room.double())
-    for out in (room[:1], room.view(80, 48), torch.empty(SHAPE, device="meta")):
-        with pytest.raises(ValueError, match=r"out has shape .*; expected \(2, 40, 48\) on cpu"):
-            receiver.decode(payload, out=out)
+    decode, outs = partial(receiver.decode, payload), (room[:1], room.view(80, 48), room.to("meta"))
+    text = r"out has shape .*; expected \(2, 40, 48\) on cpu"
+    refused(
+        (lambda: CODEC.encode(torch.randn(4, 64)), ValueError, r"use open\(\)"),
+        (lambda: sender.encode(torch.randn(3)), ValueError, r"x has shape \(3,\)"),
+        (lambda: sender.encode(room.double()), TypeError, "float64"),
+        (lambda: sender.encode(room.to("meta")), ValueError, "x is on meta; this session is for cpu"),
+        (lambda: receiver.decode(payload[:10]), ValueError, "expected .* bytes"),
+        (lambda: decode(out=room.double()), TypeError, "out has dtype torch.float64"),
+        *((partial(decode, out=out), ValueError, text) for out in outs),
+    )
     assert receiver.state_dict()["messages"] == 0, "what is refused leaves no trace"
     receiver.decode(payload, out=room)
 
@@ -242,7 +237,8 @@ def test_changed_bytes(step: str, training: bool, monkeypatch: pytest.MonkeyPatc
     x = tokens(shape, seed=2)
     x[5], x[9, 3] = 0, 1e4  # zeros, and an outlier beyond the symbols
     x[:, 7] *= 300
-    state = receiver.state_dict()
+    before = ends(TransformQuant(step=step), shape)[1]
+    before.load_state_dict(receiver.state_dict())
     payload = sender.encode(x, training=training)
     geo, noticed = sender._geometry, {}
     for name, spans in parts(payload, geo).items():
@@ -252,7 +248,7 @@ def test_changed_bytes(step: str, training: bool, monkeypatch: pytest.MonkeyPatc
             for bit in (0, 5):
                 changed = payload.clone()
                 changed[i] ^= 1 << bit
-                results.append(refused(receiver, changed, training, state))
+                results.append(noticed_by(receiver, changed, training, before))
         noticed[name] = results
     assert not any(len(results) == 0 for name, results in noticed.items() if name not in MAYBE_EMPTY)
     for name in ALWAYS:
@@ -265,7 +261,7 @@ def test_changed_bytes(step: str, training: bool, monkeypatch: pytest.MonkeyPatc
     same_state(receiver, sender)
 
 
-def refused(receiver: Session, payload: Tensor, training: bool, state: dict) -> bool:
+def noticed_by(receiver: Session, payload: Tensor, training: bool, before: Session) -> bool:
     """Whether a message is an error that leaves no trace; else the state is put back."""
     out, text = torch.full(receiver.shape, 7.0), ""
     try:
@@ -277,11 +273,9 @@ def refused(receiver: Session, payload: Tensor, training: bool, state: dict) -> 
         assert "this end expects " in text
         assert "\n" not in text
         assert (out == 7).all()
-        after = receiver.state_dict()
-        assert torch.equal(after["directions"], state["directions"])
-        assert (after["messages"], after["digest"]) == (state["messages"], state["digest"])
+        same_state(receiver, before)
         return True
-    receiver.load_state_dict(state)
+    receiver.load_state_dict(before.state_dict())
     return False
 
 
@@ -289,21 +283,21 @@ def test_what_is_wrong_with_damaged_streams_is_said() -> None:
     sender, receiver = ends(TransformQuant(), (40, 64))
     payload = sender.encode(tokens((40, 64), seed=0))
     start = sender._geometry.layout.offsets["streams"]
-    payload[start + 4 * ENTRY] ^= 1
-    with pytest.raises(ValueError, match="this end expects training message 0 .* with streams that end as expected"):
-        receiver.decode(payload)
-    payload[start : start + 4].view(torch.int32).fill_(-1)
+    state, words = payload.clone(), payload
+    state[start + 4 * ENTRY] ^= 1
+    words[start : start + 4].view(torch.int32).fill_(-1)
+    text = "this end expects training message 0 .* with streams that end as expected"
     for backend in ("reference", "cpu"):
-        with kernels.backend(backend), pytest.raises(ValueError, match="streams that end as expected"):
-            receiver.decode(payload)
+        with kernels.backend(backend):
+            refused(*((partial(receiver.decode, damaged), ValueError, text) for damaged in (state, words)))
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("scalar", range(3))
-@pytest.mark.parametrize("value", [-(1 << 31), (1 << 31) - 1, 1 << 20, -9000])
-def test_scalars_of_any_size_harm_nothing(name: str, scalar: int, value: int) -> None:
-    sender, receiver = ends(TransformQuant(), (6, 40))
-    payload = sender.encode(tokens((6, 40), seed=0))
-    sender._geometry.layout.section(payload, "scalars", torch.int32)[scalar] = value
-    with kernels.backend(name), contextlib.suppress(ValueError):
-        receiver.decode(payload)
+def test_scalars_of_any_size_harm_nothing(name: str, scalar: int) -> None:
+    for value in (-(1 << 31), (1 << 31) - 1, 1 << 20, -9000):
+        sender, receiver = ends(TransformQuant(), (6, 40))
+        payload = sender.encode(tokens((6, 40), seed=0))
+        sender._geometry.layout.section(payload, "scalars", torch.int32)[scalar] = value
+        with kernels.backend(name), contextlib.suppress(ValueError):
+            receiver.decode(payload)

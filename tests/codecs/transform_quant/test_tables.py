@@ -39,15 +39,6 @@ def test_codes_come_back(count: int) -> None:
     assert torch.equal(found, code)
 
 
-def test_probabilities() -> None:
-    share = np.diff(tables.limits()[:, : tables.SYMBOLS + 1].astype(np.int64), axis=1)
-    assert share.shape == (tables.CONTEXTS, tables.SYMBOLS)
-    assert (share.sum(1) == tables.TOTAL).all()
-    assert share.min() == 1
-    assert (share[tables.DEAD * tables.DITHERS :, tables.MIDDLE] == tables.TOTAL - tables.SYMBOLS + 1).all()
-    assert (tables.limits()[:, tables.SYMBOLS + 1 :] > tables.TOTAL).all(), "padding is above every slot"
-
-
 def test_the_tables_are_those_of_the_distribution() -> None:
     """A logistic distribution of the scale's deviation, rounded down after the dither, and 16 symbols of 1 at least."""
     share = np.diff(tables.limits()[:, : tables.SYMBOLS + 1].astype(np.float64), axis=1) / tables.TOTAL
@@ -62,14 +53,6 @@ def test_the_tables_are_those_of_the_distribution() -> None:
                 # Half a unit of rounding; at least 1; and the likeliest symbol takes what is left.
                 slack = tables.SYMBOLS if row[code + tables.MIDDLE] == row.max() else 1
                 assert abs(row[code + tables.MIDDLE] - expected) <= slack / tables.TOTAL
-
-
-def test_dither_classes_are_mirrored_and_finest_at_the_ends() -> None:
-    classes = tables.dither_classes()
-    assert (classes + classes[::-1] == tables.DITHERS - 1).all()
-    assert (np.diff(classes) >= 0).all()
-    assert set(classes) == set(range(tables.DITHERS))
-    assert np.bincount(classes)[[0, -1]].tolist() == [2, 2]
 
 
 def test_shares_are_the_best_linear_estimates() -> None:
