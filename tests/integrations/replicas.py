@@ -33,15 +33,13 @@ class Replicas:
         )
         self.processes: dict[str, Any] = {}
 
-    def start(self, names: str, work: Callable[..., None] | None = None, **more: Any) -> None:
-        """Start a replica for each letter."""
+    def start(self, names: str, work: Callable[..., None] | None = None, *, until: int = 0, **more: Any) -> None:
+        """Start a replica for each letter, and wait until each has reached a step."""
         for name in names:
             arguments = (self.lighthouse.address(), name, str(self.folder / f"{name}.jsonl"), self.settings | more)
             self.processes[name] = CONTEXT.Process(target=work or train, args=arguments, daemon=True)
             self.processes[name].start()
-
-    def signal(self, name: str, number: signal.Signals) -> None:
-        os.kill(self.processes[name].pid, number)
+        self.await_(lambda: min(map(self.reached, names)) >= until)
 
     def await_(self, ready: Callable[[], bool], seconds: float = 60) -> None:
         """Until something is so."""
@@ -242,20 +240,14 @@ def dtypes(address: str, name: str, file: str, settings: dict[str, Any]) -> None
     from torch.distributed import ReduceOp
 
     mine = float(ord(name))
+    floats = torch.linspace(-mine, mine, 512)
+    averaged = [floats.clone(), floats.bfloat16(), floats.half(), torch.full((512,), mine, dtype=torch.float64)]
+    calls = [(x, ReduceOp.AVG) for x in averaged]
+    calls += [(torch.arange(512) * int(mine), ReduceOp.SUM), (floats, ReduceOp.MAX)]
     with logged(file) as write:
         ours = manager(address, name, settings, init_sync=False)
         ours.start_quorum()
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            x = torch.linspace(-mine, mine, 512).to(dtype)
-            ours.allreduce(x).wait()
-            write(dtype=str(dtype), values=x.tolist())
-        x = torch.full((512,), mine, dtype=torch.float64)
-        ours.allreduce(x).wait()
-        write(dtype="torch.float64", values=x.tolist())
-        x = torch.arange(512) * int(mine)
-        ours.allreduce(x, reduce_op=ReduceOp.SUM).wait()
-        write(dtype="torch.int64", values=x.tolist())
-        x = torch.linspace(-mine, mine, 512)
-        ours.allreduce(x, reduce_op=ReduceOp.MAX).wait()
-        write(dtype="max", values=x.tolist(), committed=ours.should_commit())
+        for x, operation in calls:
+            ours.allreduce(x, reduce_op=operation).wait()
+        write(values=[x.tolist() for x, _ in calls], committed=ours.should_commit())
     ours.shutdown(wait=False)
