@@ -126,7 +126,8 @@ def own_sums(engine: Any, metadata: Any = PREFILL) -> int:
     return engine.group.sums - before
 
 
-def of_a_model() -> None:
+@on_ranks
+def test_what_vllm_sums_itself():
     with served(llama, environment={"format": INT8, "small": 0, "prefills": 0}) as engine:
         for metadata, coded in METADATA:
             assert own_sums(engine, metadata) == (0 if coded else 4), metadata
@@ -141,12 +142,11 @@ def of_a_model() -> None:
         assert own_sums(engine) == 0, "other sums are coded beside expert layers"
 
 
-def test_what_vllm_sums_itself(ranks: Ranks):
-    ranks.run(of_a_model)
-
-
-def checked(settings: dict[str, Any], lost: bool) -> None:
-    """The first prefill is checked and exact; layers over the limit stay with vLLM."""
+@pytest.mark.parametrize(("bits", "lost"), [(8, False), (2, True)])
+@on_ranks
+def test_layers_are_checked_in_the_first_prefill(bits: int, lost: bool):
+    """It is exact; layers over the limit stay with vLLM."""
+    settings = {"format": f"GroupInt(bits={bits}, group=64)", "prefills": 1, "check": 0.05}
     with mock.patch.object(logging.getLogger("lowbit.vllm"), "handle") as handle, served(llama, **settings) as engine:
         logging.getLogger("lowbit.vllm").setLevel(logging.INFO)
         first, plain = engine.run(ids(), PREFILL), engine.run(ids(), DECODE)
@@ -161,13 +161,8 @@ def checked(settings: dict[str, Any], lost: bool) -> None:
             assert any("4 layers checked" in text for text in messages)
 
 
-@pytest.mark.parametrize(("bits", "lost"), [(8, False), (2, True)])
-def test_layers_are_checked_in_the_first_prefill(ranks: Ranks, bits: int, lost: bool):
-    ranks.run(checked, {"format": f"GroupInt(bits={bits}, group=64)", "prefills": 1, "check": 0.05}, lost)
-
-
-def not_a_number() -> None:
-    """A batch of NaN or zeros is no check."""
+@on_ranks
+def test_a_batch_of_nan_or_zeros_is_no_check():
     for first_row, checked in ((float("nan"), 0), (0.0, 3)):
         model = llama()
         with torch.no_grad():
@@ -178,10 +173,6 @@ def not_a_number() -> None:
             first, *others = engine.sums.errors.values()
             assert first != first
             assert sum(error == error for error in others) == checked
-
-
-def test_a_batch_of_nan_or_zeros_is_no_check(ranks: Ranks):
-    ranks.run(not_a_number)
 
 
 def over_the_limit() -> None:
@@ -284,12 +275,11 @@ def test_vllm_finds_the_plug_in_which_does_nothing_unless_asked_to():
     assert EntryPoint("lowbit", value, "vllm.general_plugins").load() is plugin.register
 
 
-def measuring() -> str:
+@on_ranks
+def test_thresholds_are_measured_in_the_trial_run_and_agreed():
     with served(llama, format=INT8, small="auto") as engine:
-        return str(engine.sums.layers["model.layers.0.mlp.down_proj"].sum.settings.small)
-
-
-def test_thresholds_are_measured_in_the_trial_run_and_agreed(ranks: Ranks):
-    first, second = ranks.run(measuring)
-    assert first == second
-    assert first.startswith("64 features, float32, 8 bits: ")
+        measured = str(engine.sums.layers["model.layers.0.mlp.down_proj"].sum.settings.small)
+    assert measured.startswith("64 features, float32, 8 bits: ")
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, measured)
+    assert everywhere == [measured, measured]
