@@ -64,10 +64,6 @@ class Replicas:
         """The steps that a replica, in all its lives, has committed."""
         return [line for line in self.written(name) if "step" in line]
 
-    def error(self, name: str) -> str:
-        """The error that a replica has ended with."""
-        return next(line["error"] for line in self.written(name) if "error" in line)
-
     def written(self, name: str) -> list[dict[str, Any]]:
         """All that a replica has written."""
         file = self.folder / f"{name}.jsonl"
@@ -175,8 +171,7 @@ def diloco(address: str, name: str, file: str, settings: dict[str, Any]) -> None
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False))
     for p in net.parameters():  # the same everywhere, and of equal sizes
         p.data = torch.randn(64, 64, generator=torch.Generator().manual_seed(p.numel())) / 8
-    inner, count = torch.optim.AdamW(net.parameters(), lr=3e-3), settings["fragments"]
-    parts = [net] if count == 1 else [net[0], net[2]]
+    inner, parts = torch.optim.AdamW(net.parameters(), lr=3e-3), [net[0], net[2]]
     outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
     with logged(file) as write:
         ours = manager(address, name, settings | {"asynchronous": False}, init_sync=False)
@@ -188,20 +183,19 @@ def diloco(address: str, name: str, file: str, settings: dict[str, Any]) -> None
                 loss = (net(x) - y).square().mean()
                 loss.backward()
                 inner.step()
-                write(step=step, loss=loss.item(), weights=digest(net))
-        for fragment in range(count):
-            of_fragment = records[fragment::count]
+                write(step=step, loss=loss.item())
+        for fragment in (0, 1):
             (left,) = [kept for key, kept in ours._feedback._kept.items() if key[0] == fragment]
-            write_sums(write, of_fragment, left, fragment=fragment)
+            write_sums(write, records[fragment::2], left, fragment=fragment)
     ours.shutdown(wait=False)
 
 
 def sums(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
-    """Averages of tensors, step after step; writes as `diloco`."""
+    """Averages of tensors with a spare replica, step after step; writes as `diloco`."""
     from torchft.manager import WorldSizeMode  # pyright: ignore[reportMissingImports]
 
-    mode = WorldSizeMode.FIXED_WITH_SPARES if settings["spares"] else WorldSizeMode.DYNAMIC
     with logged(file) as write:
+        mode = WorldSizeMode.FIXED_WITH_SPARES
         ours = manager(address, name, settings, init_sync=False, world_size_mode=mode)
         records = recorded(ours)
         for step in range(settings["steps"]):

@@ -107,7 +107,7 @@ def test_a_replica_that_contradicts_leaves(tmp_path: Path):
     assert re.fullmatch(
         f"AgreementError: replicas do not agree, and d must leave: {re.escape(codec)}; model is .* on d, .* on the "
         "others; small is 7 on d, 0 on the others",
-        replicas.error("d"),
+        replicas.written("d")[-1]["error"],
     )
     assert_identical(replicas, "ab")
 
@@ -152,40 +152,31 @@ def test_dtypes_and_operations(tmp_path: Path):
 
 def assert_nothing_is_lost(replicas: Replicas, names: str, replicas_in_mean: int, **where: Any) -> None:
     """All means so far and what the errors still hold are the exact means: n means lack the sum of errors over n."""
-    lines = [
-        next(line for line in replicas.written(name) if "exact" in line and where.items() <= line.items())
-        for name in names
-    ]
-    exact, left = (sum(torch.tensor(line[key]).double() for line in lines) for key in ("exact", "left"))
-    assert isinstance(exact, Tensor)
-    assert isinstance(left, Tensor)
-    means = torch.tensor(lines[0]["means"]).double()
+    written = [[line for line in replicas.written(name) if "exact" in line] for name in names]
+    lines = [next(line for line in each if where.items() <= line.items()) for each in written]
+    exact, left, means = (torch.tensor([line[key] for line in lines]).double() for key in ("exact", "left", "means"))
+    exact, left = exact.sum(0), left.sum(0)
     assert left.abs().max() > 0
-    torch.testing.assert_close(means + left / replicas_in_mean, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+    torch.testing.assert_close(means[0] + left / replicas_in_mean, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("spares", [False, True])
-def test_errors_are_made_up_for(spares: bool, tmp_path: Path):
-    """With spares, one of the three adds zeros; the errors of the sums that it has coded are its own to make up for."""
-    replicas = Replicas(tmp_path, at_least=3, codec=FOUR, steps=8, spares=spares, needed=2, timeout=20)
+def test_errors_are_made_up_for_with_a_spare_replica(tmp_path: Path):
+    """One of the three adds zeros; the errors of the sums that it has coded are its own to make up for."""
+    replicas = Replicas(tmp_path, at_least=3, codec=FOUR, steps=8, needed=2, timeout=20)
     replicas.start("abc", sums)
     assert replicas.wait(60) == dict.fromkeys("abc", 0)
-    parts = [line["participates"] for name in "abc" for line in replicas.written(name)]
-    assert sum(parts) == (2 if spares else 3)
-    assert_nothing_is_lost(replicas, "abc", 2 if spares else 3)
+    assert sum(line["participates"] for name in "abc" for line in replicas.written(name)) == 2
+    assert_nothing_is_lost(replicas, "abc", 2)
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_diloco(fragments: int, tmp_path: Path):
+def test_diloco(tmp_path: Path):
     """Both fragments have as many elements; each makes up for its own errors."""
-    replicas = Replicas(tmp_path, at_least=2, codec=FOUR, steps=64, fragments=fragments, timeout=20)
+    replicas = Replicas(tmp_path, at_least=2, codec=FOUR, steps=64, timeout=20)
     replicas.start("ab", diloco)
     assert replicas.wait(60) == {"a": 0, "b": 0}
-    for fragment in range(fragments):
+    for fragment in (0, 1):
         assert_nothing_is_lost(replicas, "ab", 2, fragment=fragment)
     assert_learned(replicas, "a")
-    if fragments == 1:  # all weights are averaged in the last step
-        assert replicas.lines("a")[-1]["weights"] == replicas.lines("b")[-1]["weights"]
 
 
 # Errors of quantization and members
@@ -229,35 +220,31 @@ def test_means_and_errors_are_the_exact_means_whoever_is_there():
             lost += kept(dying) * len(dying) / len(replicas)
 
 
-def test_a_discarded_step_changes_nothing_and_other_weights_have_no_errors():
+def test_discarded_steps_other_weights_and_other_calls():
     two = [_Feedback(), _Feedback()]
+    one = two[0]
     step(two, 0)
     before = kept(two)
     step(two, 1, committed=False)
     assert torch.equal(kept(two), before)
-    two[0].begin()
-    two[0].of(torch.zeros(64), 0, 2).fill_(7)  # a step that nobody settled
-    two[0].begin()
-    two[0].settle(True, 2)
+    one.begin()
+    one.of(torch.zeros(64), 0, 2).fill_(7)  # a step that nobody settled
+    one.begin()
+    one.settle(True, 2)
     assert torch.equal(kept(two), before)
-    two[0].clear()  # it takes another's weights
-    two[0].begin()
-    assert torch.equal(two[0].of(torch.ones(64), 0, 1), torch.zeros(64))
-
-
-def test_calls_are_told_apart():
-    one = _Feedback()
+    one.clear()  # it takes another's weights
     for fragment in (0, 1):
         one.begin()
         for value in (1.0, 2.0):
-            one.of(torch.zeros(8), fragment, 2).fill_(value + 10 * fragment)
+            rest = one.of(torch.ones(64), fragment, 2)
+            assert torch.equal(rest, torch.zeros(64))
+            rest.fill_(value + 10 * fragment)
         one.settle(True, 2)
+    for fragment, replicas, errors in (1, 2, [11, 12]), (0, 4, [2, 4]):
+        one.begin()
+        assert [one.of(torch.zeros(64), fragment, replicas)[0].item() for _ in errors] == errors
     one.begin()
-    assert [one.of(torch.zeros(8), 1, 2)[0].item() for _ in range(2)] == [11, 12]
-    one.begin()
-    assert [one.of(torch.zeros(8), 0, 4)[0].item() for _ in range(2)] == [2, 4]
-    one.begin()
-    assert torch.equal(one.of(torch.zeros(2, 4), 0, 2), torch.zeros(2, 4)), "another shape: other elements"
+    assert torch.equal(one.of(torch.zeros(2, 32), 0, 2), torch.zeros(2, 32)), "another shape: other elements"
 
 
 # Facts of replicas
