@@ -175,11 +175,6 @@ def test_a_batch_of_nan_or_zeros_is_no_check():
             assert sum(error == error for error in others) == checked
 
 
-def over_the_limit() -> None:
-    with served(llama, format="GroupInt(bits=2, group=64)", prefills=1, check=0.05, over="refuse") as engine:
-        engine.run(ids(), PREFILL)
-
-
 @mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})})
 def set_twice() -> None:
     settings_of(VllmConfig(additional_config={"lowbit": {"format": "GroupInt(bits=4, group=64)"}}))
@@ -201,13 +196,14 @@ def refusals(path: str) -> list[str]:
 
     def serving(build: Any = llama, config: VllmConfig | None = None, **settings: Any) -> Any:
         def act() -> None:
-            with served(build, config, **settings):
-                pass
+            with served(build, config, **settings) as engine:
+                engine.run(ids(), PREFILL)
 
         return act
 
     experts = VllmConfig(compilation_config=CompilationConfig(static_all_moe_layers=["model.layers.0.mlp.experts"]))
     lora = VllmConfig(lora_config=SimpleNamespace())
+    over = r"more than 5 % \(check\); allowed: a calibration on text like this"
     return refused(
         (serving(even, calibration=f"{path}4"), CalibrationError, "is for 4 ranks, and vLLM has 2 tensor-parallel"),
         (serving(calibration=f"{path}2"), CalibrationError, "layers.1.attn.o and 1 more, which vLLM does"),
@@ -216,7 +212,7 @@ def refusals(path: str) -> list[str]:
         (serving(config=lora, format=INT8), VllmError, "LoRA layers sum in the model's dtype by themselves"),
         (serving(format=INT8, timeout=30.0 + rank), AgreementError, "settings"),
         (set_twice, VllmError, r"LOWBIT_VLLM and additional_config\['lowbit'\] differ"),
-        (over_the_limit, VllmError, r"more than 5 % \(check\); allowed: a calibration on text like this"),
+        (serving(format="GroupInt(bits=2, group=64)", prefills=1, check=0.05, over="refuse"), VllmError, over),
         (another_plug_in, VllmError, "Another has replaced RowParallelLinear of vLLM already"),
     )  # fmt: skip
 
