@@ -33,15 +33,13 @@ class Replicas:
         )
         self.processes: dict[str, Any] = {}
 
-    def start(self, names: str, work: Callable[..., None] | None = None, **more: Any) -> None:
-        """Start a replica for each letter."""
+    def start(self, names: str, work: Callable[..., None] | None = None, *, until: int = 0, **more: Any) -> None:
+        """Start a replica for each letter, and wait until each has reached a step."""
         for name in names:
             arguments = (self.lighthouse.address(), name, str(self.folder / f"{name}.jsonl"), self.settings | more)
             self.processes[name] = CONTEXT.Process(target=work or train, args=arguments, daemon=True)
             self.processes[name].start()
-
-    def signal(self, name: str, number: signal.Signals) -> None:
-        os.kill(self.processes[name].pid, number)
+        self.await_(lambda: min(map(self.reached, names)) >= until)
 
     def await_(self, ready: Callable[[], bool], seconds: float = 60) -> None:
         """Until something is so."""
@@ -65,10 +63,6 @@ class Replicas:
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The steps that a replica, in all its lives, has committed."""
         return [line for line in self.written(name) if "step" in line]
-
-    def error(self, name: str) -> str:
-        """The error that a replica has ended with."""
-        return next(line["error"] for line in self.written(name) if "error" in line)
 
     def written(self, name: str) -> list[dict[str, Any]]:
         """All that a replica has written."""
@@ -177,8 +171,7 @@ def diloco(address: str, name: str, file: str, settings: dict[str, Any]) -> None
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False))
     for p in net.parameters():  # the same everywhere, and of equal sizes
         p.data = torch.randn(64, 64, generator=torch.Generator().manual_seed(p.numel())) / 8
-    inner, count = torch.optim.AdamW(net.parameters(), lr=3e-3), settings["fragments"]
-    parts = [net] if count == 1 else [net[0], net[2]]
+    inner, parts = torch.optim.AdamW(net.parameters(), lr=3e-3), [net[0], net[2]]
     outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
     with logged(file) as write:
         ours = manager(address, name, settings | {"asynchronous": False}, init_sync=False)
@@ -190,20 +183,19 @@ def diloco(address: str, name: str, file: str, settings: dict[str, Any]) -> None
                 loss = (net(x) - y).square().mean()
                 loss.backward()
                 inner.step()
-                write(step=step, loss=loss.item(), weights=digest(net))
-        for fragment in range(count):
-            of_fragment = records[fragment::count]
+                write(step=step, loss=loss.item())
+        for fragment in (0, 1):
             (left,) = [kept for key, kept in ours._feedback._kept.items() if key[0] == fragment]
-            write_sums(write, of_fragment, left, fragment=fragment)
+            write_sums(write, records[fragment::2], left, fragment=fragment)
     ours.shutdown(wait=False)
 
 
 def sums(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
-    """Averages of tensors, step after step; writes as `diloco`."""
+    """Averages of tensors with a spare replica, step after step; writes as `diloco`."""
     from torchft.manager import WorldSizeMode  # pyright: ignore[reportMissingImports]
 
-    mode = WorldSizeMode.FIXED_WITH_SPARES if settings["spares"] else WorldSizeMode.DYNAMIC
     with logged(file) as write:
+        mode = WorldSizeMode.FIXED_WITH_SPARES
         ours = manager(address, name, settings, init_sync=False, world_size_mode=mode)
         records = recorded(ours)
         for step in range(settings["steps"]):
@@ -242,20 +234,14 @@ def dtypes(address: str, name: str, file: str, settings: dict[str, Any]) -> None
     from torch.distributed import ReduceOp
 
     mine = float(ord(name))
+    floats = torch.linspace(-mine, mine, 512)
+    averaged = [floats.clone(), floats.bfloat16(), floats.half(), torch.full((512,), mine, dtype=torch.float64)]
+    calls = [(x, ReduceOp.AVG) for x in averaged]
+    calls += [(torch.arange(512) * int(mine), ReduceOp.SUM), (floats, ReduceOp.MAX)]
     with logged(file) as write:
         ours = manager(address, name, settings, init_sync=False)
         ours.start_quorum()
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            x = torch.linspace(-mine, mine, 512).to(dtype)
-            ours.allreduce(x).wait()
-            write(dtype=str(dtype), values=x.tolist())
-        x = torch.full((512,), mine, dtype=torch.float64)
-        ours.allreduce(x).wait()
-        write(dtype="torch.float64", values=x.tolist())
-        x = torch.arange(512) * int(mine)
-        ours.allreduce(x, reduce_op=ReduceOp.SUM).wait()
-        write(dtype="torch.int64", values=x.tolist())
-        x = torch.linspace(-mine, mine, 512)
-        ours.allreduce(x, reduce_op=ReduceOp.MAX).wait()
-        write(dtype="max", values=x.tolist(), committed=ours.should_commit())
+        for x, operation in calls:
+            ours.allreduce(x, reduce_op=operation).wait()
+        write(values=[x.tolist() for x, _ in calls], committed=ours.should_commit())
     ours.shutdown(wait=False)

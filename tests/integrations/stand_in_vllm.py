@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,6 @@ class Metadata:
     max_query_len: int
 
 
-@dataclass
-class ForwardContext:
-    attn_metadata: Any
-
-
 class GroupCoordinator:
     """Of the tensor-parallel ranks. Attribute `sums`: how many vLLM made itself."""
 
@@ -60,16 +56,11 @@ class GroupCoordinator:
         return input_
 
 
-class Unquantized:
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, layer.weight, bias)
-
-
 def modules(group: dist.ProcessGroup, config: VllmConfig) -> dict[str, ModuleType]:
     """The modules of a fresh vLLM whose current config this is."""
     coordinator = GroupCoordinator(group)
     oot: dict[str, type] = {}
-    current: list[ForwardContext] = []
+    current: list[Any] = []
 
     class PluggableLayer(nn.Module):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +89,7 @@ def modules(group: dist.ProcessGroup, config: VllmConfig) -> dict[str, ModuleTyp
             self.input_size, self.output_size, self.prefix = input_size, output_size, prefix
             self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
             self.reduce_results, self.return_bias = reduce_results, return_bias
-            self.quant_method = Unquantized()
+            self.quant_method = SimpleNamespace(apply=lambda layer, x, bias=None: F.linear(x, layer.weight, bias))
             self.weight = nn.Parameter(torch.empty(output_size, input_size // self.tp_size, dtype=params_dtype))
             self.bias = nn.Parameter(torch.empty(output_size, dtype=params_dtype)) if bias else None
 
@@ -111,13 +102,9 @@ def modules(group: dist.ProcessGroup, config: VllmConfig) -> dict[str, ModuleTyp
                 output = coordinator.all_reduce(output)
             return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
 
-    def get_forward_context() -> ForwardContext:
-        assert current
-        return current[-1]
-
     @contextlib.contextmanager
     def set_forward_context(attn_metadata: Any, vllm_config: VllmConfig) -> Iterator[None]:
-        current.append(ForwardContext(attn_metadata))
+        current.append(SimpleNamespace(attn_metadata=attn_metadata))
         try:
             yield
         finally:
@@ -129,7 +116,7 @@ def modules(group: dist.ProcessGroup, config: VllmConfig) -> dict[str, ModuleTyp
         "vllm.distributed": {},
         "vllm.distributed.parallel_state": {"get_tp_group": lambda: coordinator},
         "vllm.forward_context": {
-            "get_forward_context": get_forward_context,
+            "get_forward_context": lambda: current[-1],
             "is_forward_context_available": lambda: bool(current),
             "set_forward_context": set_forward_context,
         },
@@ -148,12 +135,5 @@ def modules(group: dist.ProcessGroup, config: VllmConfig) -> dict[str, ModuleTyp
 def stand_in(config: VllmConfig, group: dist.ProcessGroup | None = None) -> Iterator[Any]:
     """Have `vllm` importable in this block; yields its modules by the last part of their names."""
     found = modules(group or dist.group.WORLD, config)  # pyright: ignore[reportArgumentType]
-    before = {name: sys.modules.get(name) for name in found}
-    sys.modules.update(found)
-    try:
+    with mock.patch.dict(sys.modules, found):
         yield SimpleNamespace(**{name.rpartition(".")[2]: module for name, module in found.items()})
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module

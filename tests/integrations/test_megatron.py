@@ -19,22 +19,19 @@ from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")
 
+from benchmarks.megatron_layers import core
 from lowbit.codecs import AQSGD, Cast, GroupInt, TransformQuant
+from lowbit.collectives import AgreementError
 from lowbit.integrations import EngineError, megatron
 from lowbit.integrations.megatron import LowBitP2PCommunicator
-from tests.processes import Failure, Ranks
-
-
-def core(name: str) -> Any:
-    """A module of Megatron-Core."""
-    return importlib.import_module(f"megatron.core.{name}")
-
+from tests.processes import Failure, Ranks, on_ranks
+from tests.refused import refused
 
 ModelType = core("enums").ModelType
 schedules, p2p_communication = core("pipeline_parallel.schedules"), core("pipeline_parallel.p2p_communication")
 ProcessGroupCollection = core("process_groups_config").ProcessGroupCollection
 SEQUENCE, BATCH, WIDTH, MICRO_BATCHES, VOCABULARY = 12, 2, 32, 4, 64
-EXACT = Cast(dtype=torch.float32)
+SHAPE, EXACT = (SEQUENCE, BATCH, WIDTH), Cast(dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +129,6 @@ def trained(codecs: dict[str, Any] | None, *, steps: int = 3, evaluate: bool = F
     return SimpleNamespace(losses=losses, weights=hashlib.sha256(weights).hexdigest(), link=link)
 
 
-def exact_and_own(changes: dict[str, Any], dtype: torch.dtype) -> bool:
-    own = trained(None, pipeline_dtype=dtype, **changes)
-    ours = trained({"forward": Cast(dtype=dtype)}, pipeline_dtype=dtype, **changes)
-    assert len(own.losses) == 3 * MICRO_BATCHES * dist.get_rank()
-    return (own.losses, own.weights) == (ours.losses, ours.weights)
-
-
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
@@ -149,13 +139,12 @@ def exact_and_own(changes: dict[str, Any], dtype: torch.dtype) -> bool:
         ({}, torch.float16),
     ],
 )
-def test_exact_formats_train_bit_for_bit_as_megatron_does(ranks: Ranks, changes: dict[str, Any], dtype: torch.dtype):
-    assert ranks.run(exact_and_own, changes, dtype) == [True, True]
-
-
-def few_bits(codecs: dict[str, Any], changes: dict[str, Any]) -> Any:
-    own, ours = (trained(each, evaluate=True, **changes) for each in (None, codecs))
-    return own.losses, ours.losses, ours.link.traffic.forward_bits, ours.link.traffic.backward_bits
+@on_ranks
+def test_exact_formats_train_bit_for_bit_as_megatron_does(changes: dict[str, Any], dtype: torch.dtype):
+    own = trained(None, pipeline_dtype=dtype, **changes)
+    ours = trained({"forward": Cast(dtype=dtype)}, pipeline_dtype=dtype, **changes)
+    assert len(own.losses) == 3 * MICRO_BATCHES * dist.get_rank()
+    assert (own.losses, own.weights) == (ours.losses, ours.weights)
 
 
 @pytest.mark.parametrize(
@@ -166,59 +155,52 @@ def few_bits(codecs: dict[str, Any], changes: dict[str, Any]) -> Any:
         ({}, {"pipeline_dtype": torch.bfloat16, "batch_p2p_comm": False}),
     ],
 )
-def test_few_bits_train_nearly_as_megatron_does(ranks: Ranks, codecs: dict[str, Any], changes: dict[str, Any]):
+@on_ranks
+def test_few_bits_train_nearly_as_megatron_does(codecs: dict[str, Any], changes: dict[str, Any]):
     """The last step is an evaluation, which leaves the state of stateful codecs alone."""
-    first, last = ranks.run(few_bits, codecs, changes)
-    own, ours = last[:2]
-    assert ours != own
-    assert ours == pytest.approx(own, abs=0.1)  # single losses of messages of 768 elements are noisy
-    assert 2 < first[2] < 9  # a checksum is 64 bits behind 768 elements
-    assert first[3] == last[2] == 0
-    assert 1.5 < last[3] < 9
+    own, ours = (trained(each, evaluate=True, **changes) for each in (None, codecs))
+    traffic = ours.link.traffic
+    if dist.get_rank():
+        assert ours.losses != own.losses
+        assert ours.losses == pytest.approx(own.losses, abs=0.1)  # of messages of 768 elements: single ones are noisy
+        assert 1.5 < traffic.backward_bits < 9
+        assert traffic.forward_bits == 0
+    else:
+        assert 2 < traffic.forward_bits < 9  # a checksum is 64 bits behind 768 elements
+        assert traffic.backward_bits == 0
 
 
-def exchange(overlap: bool) -> list[bool]:
-    """A ring of the methods of interleaved schedules, with activations both ways round."""
+@pytest.mark.parametrize("overlap", [False, True])
+@on_ranks
+def test_methods_of_interleaved_schedules(overlap: bool):
+    """A ring, with activations both ways round."""
     config = config_of(batch_p2p_comm=not overlap, overlap_p2p_comm=overlap, virtual_pipeline_model_parallel_size=2)
     codec = GroupInt(bits=8, group=32)
     link = LowBitP2PCommunicator(dist.group.WORLD, config, forward=codec, backward=codec)
     assert link.virtual_pipeline_model_parallel_size == 2
-    shape, equal = (SEQUENCE, BATCH, WIDTH), []
-    sent = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    sent = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     own, other = sent[dist.get_rank()], codec.round_trip(sent[1 - dist.get_rank()])
     for method in (link.send_forward_recv_forward, link.send_backward_recv_backward):
-        received = method(own, True, shape, overlap_p2p_comm=overlap)
+        received = method(own, True, SHAPE, overlap_p2p_comm=overlap)
         if overlap:
             received, handles = received
             for handle in [*handles.values(), *handles.values()]:
                 handle.wait()
-        equal.append(torch.equal(received, other) and received.requires_grad)
-    return equal
+        assert torch.equal(received, other)
+        assert received.requires_grad
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_methods_of_interleaved_schedules(ranks: Ranks, overlap: bool):
-    assert ranks.run(exchange, overlap) == [[True, True]] * 2
-
-
-def disagreeing() -> None:
-    bits = 4 + dist.get_rank()
-    LowBitP2PCommunicator(dist.group.WORLD, config_of(), forward=GroupInt(bits=bits, group=32), timeout=20)
-
-
-def test_ranks_with_other_formats_are_told_before_the_first_byte(ranks: Ranks):
-    for outcome in ranks.outcomes(disagreeing):
-        assert isinstance(outcome, Failure)
-        assert outcome.kind == "AgreementError"
-        assert "forward codec: GroupInt(bits=4" in outcome.text
-        assert "GroupInt(bits=5" in outcome.text
+@on_ranks
+def test_ranks_with_other_formats_are_told_before_the_first_byte():
+    codec = GroupInt(bits=4 + dist.get_rank(), group=32)
+    with pytest.raises(AgreementError, match=r"forward codec: GroupInt\(bits=4.*GroupInt\(bits=5"):
+        LowBitP2PCommunicator(dist.group.WORLD, config_of(), forward=codec, timeout=20)
 
 
 def damaging() -> None:
     link = LowBitP2PCommunicator(dist.group.WORLD, config_of(), forward=EXACT)
-    shape = (SEQUENCE, BATCH, WIDTH)
     if dist.get_rank():
-        link.recv_forward(shape, False)
+        link.recv_forward(SHAPE, False)
         return
     seal = link._checksums.seal
 
@@ -227,7 +209,7 @@ def damaging() -> None:
         message[5] += 1
 
     link._checksums.seal = damage
-    link.send_forward(torch.ones(shape), False)
+    link.send_forward(torch.ones(SHAPE), False)
 
 
 def test_a_changed_payload_is_noticed(ranks: Ranks):
@@ -236,38 +218,28 @@ def test_a_changed_payload_is_noticed(ranks: Ranks):
     assert (outcome.kind, outcome.text[:37]) == ("DamagedError", "the activation of rank 0 is damaged: ")
 
 
-@pytest.mark.parametrize(
-    ("codecs", "changes", "error", "message"),
-    [
-        ({"forward": "int4"}, {}, TypeError, "forward is 'int4'; allowed: a codec"),
-        ({"forward": AQSGD()}, {}, ValueError, "needs the ids of samples"),
-        ({"forward": TransformQuant(bits="auto")}, {}, ValueError, "chooses a parameter in a warm-up"),
-        ({}, {"virtual_pipeline_model_parallel_size": 2}, ValueError, "and there are 2 virtual stages; allowed"),
-        ({"forward": TransformQuant()}, {"variable_seq_lengths": True}, ValueError, "shapes vary"),
-        ({"forward": EXACT}, {"use_ring_exchange_p2p": True}, ValueError, "use_ring_exchange_p2p is True"),
-        ({"forward": EXACT}, {"pipeline_dtype": torch.float64}, ValueError, "pipeline_dtype is torch.float64"),
-        ({"timeout": 0}, {}, ValueError, "timeout is 0"),
-        ({"checksums": 1}, {}, TypeError, "checksums is 1"),
-    ],
-)
-def test_wrong_settings_are_refused(
-    alone: dist.ProcessGroup, codecs: dict[str, Any], changes: dict[str, Any], error: type[Exception], message: str
-):
-    config = config_of()
-    for name, value in changes.items():  # after its own checks, which know of some of them
-        setattr(config, name, value)
-    with pytest.raises(error, match=message):
-        LowBitP2PCommunicator(alone, config, **codecs)
+def test_wrong_settings_and_tensors_are_refused(alone: dist.ProcessGroup):
+    def link(codecs: dict[str, Any], **changes: Any) -> Any:
+        config = config_of()
+        for name, value in changes.items():  # after its own checks, which know of some of them
+            setattr(config, name, value)
+        return lambda: LowBitP2PCommunicator(alone, config, **codecs)
 
-
-def test_a_tensor_of_another_dtype_is_refused(alone: dist.ProcessGroup):
-    link = LowBitP2PCommunicator(alone, config_of())
-    with pytest.raises(ValueError, match=r"a tensor to send is torch.float64; allowed: .*float32"):
-        link.send_forward(torch.ones(1, 1, WIDTH, dtype=torch.float64), False)
-    with pytest.raises(ValueError, match="tensor_shape is None"):
-        link._communicate(
-            tensor_send_next=None, tensor_send_prev=None, recv_prev=True, recv_next=False, tensor_shape=None
-        )
+    made, double = link({})(), torch.ones(1, 1, WIDTH, dtype=torch.float64)
+    nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_next": False}
+    refused(
+        (link({"forward": "int4"}), TypeError, "forward is 'int4'; allowed: a codec"),
+        (link({"forward": AQSGD()}), ValueError, "needs the ids of samples"),
+        (link({"forward": TransformQuant(bits="auto")}), ValueError, "chooses a parameter in a warm-up"),
+        (link({}, virtual_pipeline_model_parallel_size=2), ValueError, "and there are 2 virtual stages; allowed"),
+        (link({"forward": TransformQuant()}, variable_seq_lengths=True), ValueError, "shapes vary"),
+        (link({"forward": EXACT}, use_ring_exchange_p2p=True), ValueError, "use_ring_exchange_p2p is True"),
+        (link({"forward": EXACT}, pipeline_dtype=torch.float64), ValueError, "pipeline_dtype is torch.float64"),
+        (link({"timeout": 0}), ValueError, "timeout is 0"),
+        (link({"checksums": 1}), TypeError, "checksums is 1"),
+        (lambda: made.send_forward(double, False), ValueError, "send is torch.float64; allowed: .*float32"),
+        (lambda: made._communicate(**nothing, recv_prev=True, tensor_shape=None), ValueError, "tensor_shape is None"),
+    )
 
 
 def test_another_megatron_is_one_error(monkeypatch: pytest.MonkeyPatch):

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 pytest.importorskip("megatron.core")
 
-from benchmarks.megatron_layers import VOCABULARY, core, gpt, measured, passes, step, without_cuda
-from lowbit.activations import LayerAware, compress_saved_, counted, follow
+from benchmarks.megatron_layers import core, gpt, measured, passes, step, without_cuda
+from lowbit.activations import LayerAware, compress_saved_, follow
 from lowbit.gradients import GradientStorage
 from tests.processes import Ranks, on_ranks
 
@@ -46,36 +46,21 @@ def parallel(tensor: int) -> Iterator[Any]:
         state.destroy_model_parallel()
 
 
-def measured_here(changes: dict[str, Any]) -> Any:
+def alike(changes: dict[str, Any]) -> None:
+    """Layers of Megatron and of PyTorch keep as much and err alike, with both policies."""
     with parallel(dist.get_world_size()):
-        return measured(**changes)
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("changes", [{}, FUSED, {"sequence_parallel": True}])
-def test_layers_keep_and_err_as_those_of_torch(ranks: Ranks, tensor: int, changes: dict[str, Any]):
-    """On every rank, and with both policies."""
-    if tensor == 1 and "sequence_parallel" in changes:
-        pytest.skip("Megatron turns it off there")
-    for of_rank in ranks.run(measured_here, changes, ranks=tensor):
-        for layers in of_rank.values():
+        for layers in measured(**changes).values():
             (kept, size, error), (kept_alike, size_alike, error_alike) = layers["megatron"], layers["torch"]
             assert kept <= 1.01 * kept_alike
             assert size < size_alike or kept / size < 1.05 * kept_alike / size_alike
             assert 0.95 < error / error_alike < 1.05
 
 
-def exact(changes: dict[str, Any]) -> Any:
-    """Bytes without compression and with 16 bits, and the largest difference of gradients; then once undone."""
-    with parallel(dist.get_world_size()):
-        plain, ours = gpt(**changes), gpt(**changes)
-        size, loss, expected = step(plain)
-        compressed = compress_saved_(ours, LayerAware(bits=16))
-        kept, same, gradients = step(ours)
-        assert abs(loss - same) < 1e-5
-        compressed.remove()
-        assert step(ours)[0] == size
-        return size, kept, float((gradients - expected).abs().max() / expected.abs().max())
+@pytest.mark.parametrize(
+    ("tensor", "changes"), [(1, {}), (1, FUSED), (2, {}), (2, FUSED), (2, {"sequence_parallel": True})]
+)
+def test_layers_keep_and_err_as_those_of_torch(ranks: Ranks, tensor: int, changes: dict[str, Any]):
+    ranks.run(alike, changes, ranks=tensor)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +72,19 @@ def exact(changes: dict[str, Any]) -> Any:
         (FUSED | {"activation_func": functional.gelu, "add_bias_linear": True}, 0.6),
     ],
 )  # fmt: skip
-def test_gradients_are_exact_without_rounding(ranks: Ranks, changes: dict[str, Any], share: float):
-    for size, kept, difference in ranks.run(exact, changes):
+@on_ranks
+def test_gradients_are_exact_without_rounding(changes: dict[str, Any], share: float):
+    """16 bits, and once undone."""
+    with parallel(2):
+        plain, ours = gpt(**changes), gpt(**changes)
+        size, loss, expected = step(plain)
+        compressed = compress_saved_(ours, LayerAware(bits=16))
+        kept, same, gradients = step(ours)
+        assert abs(loss - same) < 1e-5
         assert kept < share * size
-        assert difference < 1e-5
+        assert (gradients - expected).abs().max() < 1e-5 * expected.abs().max()
+        compressed.remove()
+        assert step(ours)[0] == size
 
 
 @on_ranks
@@ -120,7 +114,8 @@ def test_fused_sums_of_gradients_get_the_rebuilt_input() -> None:
                 GradientStorage(model)
 
 
-def left_to_megatron() -> tuple[list[str], float]:
+@on_ranks
+def test_gates_that_megatron_compresses_and_frozen_weights_are_left_to_it() -> None:
     lines: list[str] = []
     follow.say_once.cache_clear()
     with parallel(2), mock.patch.object(logging.getLogger("lowbit.activations.follow"), "warning", lines.append):
@@ -128,15 +123,7 @@ def left_to_megatron() -> tuple[list[str], float]:
         for name, p in model.named_parameters():
             p.requires_grad_("linear_proj" not in name)
         compress_saved_(model)
-        tokens = torch.randint(VOCABULARY, (2, 64))
-        mask = torch.ones(64, 64, dtype=torch.bool).triu(1)[None, None]
-        with counted(model) as kept:
-            model(tokens, torch.arange(64).expand(2, -1), mask).sum().backward()
-        assert model.decoder.layers[0].self_attention.linear_proj.weight.grad is None
-        return lines, kept.total
-
-
-def test_gates_that_megatron_compresses_and_frozen_weights_are_left_to_it(ranks: Ranks):
-    for lines, kept in ranks.run(left_to_megatron):
-        assert "gates that Megatron saves in FP8 or moves to the CPU are left to it" in lines
-        assert kept > 0
+        kept, _ = passes(model)
+    assert model.decoder.layers[0].self_attention.linear_proj.weight.grad is None
+    assert "gates that Megatron saves in FP8 or moves to the CPU are left to it" in lines
+    assert kept > 0

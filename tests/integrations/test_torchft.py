@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import re
 import signal
 import statistics
 import time
@@ -16,6 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from lowbit.codecs import GroupInt
 from tests.integrations.replicas import Replicas, diloco, dtypes, manager, sums
+from tests.refused import refused
 
 torchft = pytest.importorskip("torchft")
 
@@ -43,6 +46,7 @@ def assert_identical(replicas: Replicas, names: str) -> None:
     for line in itertools.chain(*map(replicas.lines, names)):
         weights.setdefault(line["step"], set()).add(line["weights"])
     assert [step for step, values in weights.items() if len(values) > 1] == []
+    assert max(pauses(replicas, "a")) < 15
 
 
 def assert_learned(replicas: Replicas, name: str) -> None:
@@ -53,15 +57,13 @@ def assert_learned(replicas: Replicas, name: str) -> None:
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_killed_replica_returns(asynchronous: bool, tmp_path: Path):
     replicas = Replicas(tmp_path, codec=FOUR, steps=60, pause=0.02, timeout=5, asynchronous=asynchronous)
-    replicas.start("abc")
-    replicas.await_(lambda: min(map(replicas.reached, "abc")) >= 12)
+    replicas.start("abc", until=12)
     replicas.processes["b"].kill()
     replicas.processes["b"].join()
     replicas.start("b")
     assert replicas.wait(60) == dict.fromkeys("abc", 0)
     assert {replicas.reached(name) for name in "abc"} == {60}
     assert_identical(replicas, "abc")
-    assert max(*pauses(replicas, "a"), *pauses(replicas, "c")) < 15
     assert len({line["process"] for line in replicas.lines("b")}) == 2
     second = [line["step"] for line in replicas.lines("b") if line["process"] == replicas.lines("b")[-1]["process"]]
     assert second == list(range(second[0], 61)), "it goes on where the others are"
@@ -72,14 +74,12 @@ def test_a_killed_replica_returns(asynchronous: bool, tmp_path: Path):
 def test_a_stopped_replica_is_left_behind_and_heals(tmp_path: Path):
     """As a machine that vanishes: nothing closes its connections."""
     replicas = Replicas(tmp_path, codec=FOUR, steps=150, pause=0.05, timeout=4)
-    replicas.start("abc")
-    replicas.await_(lambda: min(map(replicas.reached, "abc")) >= 8)
-    replicas.signal("b", signal.SIGSTOP)
+    replicas.start("abc", until=8)
+    os.kill(replicas.processes["b"].pid, signal.SIGSTOP)
     stopped = replicas.reached("b")
     replicas.await_(lambda: min(replicas.reached("a"), replicas.reached("c")) >= stopped + 20)
-    assert max(pauses(replicas, "a")) < 15
     assert {line["replicas"] for line in replicas.lines("a") if line["step"] > stopped + 3} == {2}
-    replicas.signal("b", signal.SIGCONT)
+    os.kill(replicas.processes["b"].pid, signal.SIGCONT)
     assert replicas.wait(60) == dict.fromkeys("abc", 0)
     steps = [line["step"] for line in replicas.lines("b")]
     assert steps[-1] == 150
@@ -89,58 +89,47 @@ def test_a_stopped_replica_is_left_behind_and_heals(tmp_path: Path):
 
 def test_a_replica_that_stops_while_others_connect_to_it(tmp_path: Path):
     replicas = Replicas(tmp_path, codec=FOUR, steps=40, pause=0.02, timeout=4)
-    replicas.start("ab")
-    replicas.await_(lambda: min(map(replicas.reached, "ab")) >= 8)
+    replicas.start("ab", until=8)
     replicas.start("c", stops=True)
     replicas.await_(lambda: max(pauses(replicas, "a")) > 2, 30)  # the others do wait for it
     codes = replicas.wait(30)
     assert (codes.get("a"), codes.get("b")) == (0, 0)
     assert_identical(replicas, "ab")
-    assert max(pauses(replicas, "a")) < 15
 
 
-@pytest.mark.parametrize(
-    ("wrong", "fact"),
-    [
-        ({"codec": EIGHT}, f"codec is {EIGHT.identity()} on d, {FOUR.identity()} on the others"),
-        ({"width": 32}, "model is "),
-        ({"small": 7}, "small is 7 on d, 0 on the others"),
-    ],
-    ids=["format", "model", "small"],
-)
-def test_a_replica_that_contradicts_leaves(wrong: dict[str, Any], fact: str, tmp_path: Path):
+def test_a_replica_that_contradicts_leaves(tmp_path: Path):
     replicas = Replicas(tmp_path, codec=FOUR, steps=40, pause=0.02)
-    replicas.start("ab")
-    replicas.await_(lambda: min(map(replicas.reached, "ab")) >= 4)
-    replicas.start("d", **wrong)
+    replicas.start("ab", until=4)
+    replicas.start("d", codec=EIGHT, width=32, small=7)
     assert replicas.wait(60) == {"a": 0, "b": 0, "d": 1}
     assert replicas.lines("d") == []
-    assert f"replicas do not agree, and d must leave: {fact}" in replicas.error("d")
-    assert replicas.error("d").startswith("AgreementError: ")
-    assert "\n" not in replicas.error("d")
+    codec = f"codec is {EIGHT.identity()} on d, {FOUR.identity()} on the others"
+    assert re.fullmatch(
+        f"AgreementError: replicas do not agree, and d must leave: {re.escape(codec)}; model is .* on d, .* on the "
+        "others; small is 7 on d, 0 on the others",
+        replicas.written("d")[-1]["error"],
+    )
     assert_identical(replicas, "ab")
-    assert max(pauses(replicas, "a")) < 15
 
 
-def test_a_lighthouse_that_cannot_be_reached():
+def test_wrong_arguments_and_a_lighthouse_that_cannot_be_reached():
+    def ours(**wrong: Any) -> Any:
+        group = torchft.ProcessGroupGloo()
+        return lambda: LowBitManager(group, load_state_dict=None, state_dict=None, min_replica_size=1, **wrong)
+
     began = time.monotonic()
-    with pytest.raises(ConnectionError, match="torchft's manager does not start: .*; allowed: the address") as error:
-        manager("http://127.0.0.1:9", "a", {"codec": FOUR, "timeout": 2})
-    assert "\n" not in str(error.value)
+    *_, unreached = refused(
+        (ours(codec="int4"), TypeError, "codec"),
+        (ours(codec=FOUR, error_feedback=1), TypeError, "error_feedback is 1; allowed: True or False"),
+        (ours(codec=FOUR, small=-1), ValueError, "small is -1"),
+        (
+            lambda: manager("http://127.0.0.1:9", "a", {"codec": FOUR, "timeout": 2}),
+            ConnectionError,
+            "torchft's manager does not start: .*; allowed: the address",
+        ),
+    )
+    assert "\n" not in unreached
     assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ({"codec": "int4"}, "codec"),
-        ({"codec": FOUR, "error_feedback": 1}, "error_feedback is 1; allowed: True or False"),
-        ({"codec": FOUR, "small": -1}, "small is -1"),
-    ],
-)
-def test_wrong_arguments(wrong: dict[str, Any], text: str):
-    with pytest.raises((TypeError, ValueError), match=text):
-        LowBitManager(torchft.ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1, **wrong)
 
 
 def test_dtypes_and_operations(tmp_path: Path):
@@ -149,55 +138,45 @@ def test_dtypes_and_operations(tmp_path: Path):
     replicas.start("ac", dtypes)
     assert replicas.wait(60) == {"a": 0, "c": 0}
     assert replicas.written("a") == replicas.written("c"), "the same bits on both"
-    got = {line["dtype"]: torch.tensor(line["values"], dtype=torch.float64) for line in replicas.written("a")}
+    (line,) = replicas.written("a")
+    *coded, double, integers, largest = torch.tensor(line["values"], dtype=torch.float64)
     mean = torch.linspace(-98, 98, 512, dtype=torch.float64)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for values in coded:
         # Steps of a group are max / 7: half of one is lost of each of two contributions' mean, and half of the sum's.
-        assert (got[str(dtype)] - mean).abs().max() < 98 / 7 * (1 / 2 + 1 / 2) + 0.5
-    assert not torch.equal(got["torch.float32"], mean), "few bits"
-    assert torch.equal(got["torch.float64"], torch.full((512,), 98.0, dtype=torch.float64))
-    assert torch.equal(got["torch.int64"], torch.arange(512.0, dtype=torch.float64) * (97 + 99))
-    larger = torch.maximum(torch.linspace(-97, 97, 512), torch.linspace(-99, 99, 512))
-    assert torch.equal(got["max"], larger.double())
-    assert replicas.written("a")[-1]["committed"]
+        assert 0 < (values - mean).abs().max() < 98 / 7 * (1 / 2 + 1 / 2) + 0.5
+    assert torch.equal(double, torch.full_like(mean, 98))
+    assert torch.equal(integers, torch.arange(512).double() * (97 + 99))
+    assert torch.equal(largest, torch.maximum(torch.linspace(-97, 97, 512), torch.linspace(-99, 99, 512)).double())
+    assert line["committed"]
 
 
 def assert_nothing_is_lost(replicas: Replicas, names: str, replicas_in_mean: int, **where: Any) -> None:
     """All means so far and what the errors still hold are the exact means: n means lack the sum of errors over n."""
-    lines = [
-        next(line for line in replicas.written(name) if "exact" in line and where.items() <= line.items())
-        for name in names
-    ]
-    exact, left = (sum(torch.tensor(line[key]).double() for line in lines) for key in ("exact", "left"))
-    assert isinstance(exact, Tensor)
-    assert isinstance(left, Tensor)
-    means = torch.tensor(lines[0]["means"]).double()
+    written = [[line for line in replicas.written(name) if "exact" in line] for name in names]
+    lines = [next(line for line in each if where.items() <= line.items()) for each in written]
+    exact, left, means = (torch.tensor([line[key] for line in lines]).double() for key in ("exact", "left", "means"))
+    exact, left = exact.sum(0), left.sum(0)
     assert left.abs().max() > 0
-    torch.testing.assert_close(means + left / replicas_in_mean, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+    torch.testing.assert_close(means[0] + left / replicas_in_mean, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("spares", [False, True])
-def test_errors_are_made_up_for(spares: bool, tmp_path: Path):
-    """With spares, one of the three adds zeros; the errors of the sums that it has coded are its own to make up for."""
-    replicas = Replicas(tmp_path, at_least=3, codec=FOUR, steps=8, spares=spares, needed=2, timeout=20)
+def test_errors_are_made_up_for_with_a_spare_replica(tmp_path: Path):
+    """One of the three adds zeros; the errors of the sums that it has coded are its own to make up for."""
+    replicas = Replicas(tmp_path, at_least=3, codec=FOUR, steps=8, needed=2, timeout=20)
     replicas.start("abc", sums)
     assert replicas.wait(60) == dict.fromkeys("abc", 0)
-    parts = [line["participates"] for name in "abc" for line in replicas.written(name)]
-    assert sum(parts) == (2 if spares else 3)
-    assert_nothing_is_lost(replicas, "abc", 2 if spares else 3)
+    assert sum(line["participates"] for name in "abc" for line in replicas.written(name)) == 2
+    assert_nothing_is_lost(replicas, "abc", 2)
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_diloco(fragments: int, tmp_path: Path):
+def test_diloco(tmp_path: Path):
     """Both fragments have as many elements; each makes up for its own errors."""
-    replicas = Replicas(tmp_path, at_least=2, codec=FOUR, steps=64, fragments=fragments, timeout=20)
+    replicas = Replicas(tmp_path, at_least=2, codec=FOUR, steps=64, timeout=20)
     replicas.start("ab", diloco)
     assert replicas.wait(60) == {"a": 0, "b": 0}
-    for fragment in range(fragments):
+    for fragment in (0, 1):
         assert_nothing_is_lost(replicas, "ab", 2, fragment=fragment)
     assert_learned(replicas, "a")
-    if fragments == 1:  # all weights are averaged in the last step
-        assert replicas.lines("a")[-1]["weights"] == replicas.lines("b")[-1]["weights"]
 
 
 # Errors of quantization and members
@@ -227,58 +206,45 @@ def kept(feedbacks: Sequence[_Feedback]) -> Tensor:
 
 def test_means_and_errors_are_the_exact_means_whoever_is_there():
     """A mean of n replicas lacks e / n of each error e. m replicas make up for it with e m / n."""
-    four = [_Feedback() for _ in range(4)]
+    a, b, c, d, e, f, g = (_Feedback() for _ in range(7))
     exact, means, lost = torch.zeros(64), torch.zeros(64), torch.zeros(64)
     seeds = itertools.count()
-
-    def steps(feedbacks: Sequence[_Feedback], count: int) -> None:
-        for _ in range(count):
-            one, other = step(feedbacks, next(seeds))
-            exact.add_(one)
-            means.add_(other)
-
-    steps(four, 3)
-    lost += torch.stack([v for feedback in four[2:] for v in feedback._kept.values()]).sum(0) / 4  # two die
-    steps(four[:2], 3)
-    assert torch.equal(means + kept(four[:2]) + lost, exact)
-    lost += next(iter(four[1]._kept.values())) / 2
-    steps(four[:1], 2)
-    assert torch.equal(means + kept(four[:1]) + lost, exact)
-    three = [_Feedback() for _ in range(3)]
-    steps([four[0], *three], 3)
-    assert torch.equal(means + kept([four[0], *three]) + lost, exact)
-    assert kept([four[0], *three]).abs().max() > 0
+    for replicas, dying in ([a, b, c, d], [c, d]), ([a, b], [b]), ([a], []), ([a, e, f, g], []):
+        for _ in range(3):
+            one, other = step(replicas, next(seeds))
+            exact += one
+            means += other
+        assert torch.equal(means + kept(replicas) + lost, exact)
+        assert kept(replicas).abs().max() > 0
+        if dying:
+            lost += kept(dying) * len(dying) / len(replicas)
 
 
-def test_a_discarded_step_changes_nothing_and_other_weights_have_no_errors():
+def test_discarded_steps_other_weights_and_other_calls():
     two = [_Feedback(), _Feedback()]
+    one = two[0]
     step(two, 0)
     before = kept(two)
     step(two, 1, committed=False)
     assert torch.equal(kept(two), before)
-    two[0].begin()
-    two[0].of(torch.zeros(64), 0, 2).fill_(7)  # a step that nobody settled
-    two[0].begin()
-    two[0].settle(True, 2)
+    one.begin()
+    one.of(torch.zeros(64), 0, 2).fill_(7)  # a step that nobody settled
+    one.begin()
+    one.settle(True, 2)
     assert torch.equal(kept(two), before)
-    two[0].clear()  # it takes another's weights
-    two[0].begin()
-    assert torch.equal(two[0].of(torch.ones(64), 0, 1), torch.zeros(64))
-
-
-def test_calls_are_told_apart():
-    one = _Feedback()
+    one.clear()  # it takes another's weights
     for fragment in (0, 1):
         one.begin()
         for value in (1.0, 2.0):
-            one.of(torch.zeros(8), fragment, 2).fill_(value + 10 * fragment)
+            rest = one.of(torch.ones(64), fragment, 2)
+            assert torch.equal(rest, torch.zeros(64))
+            rest.fill_(value + 10 * fragment)
         one.settle(True, 2)
+    for fragment, replicas, errors in (1, 2, [11, 12]), (0, 4, [2, 4]):
+        one.begin()
+        assert [one.of(torch.zeros(64), fragment, replicas)[0].item() for _ in errors] == errors
     one.begin()
-    assert [one.of(torch.zeros(8), 1, 2)[0].item() for _ in range(2)] == [11, 12]
-    one.begin()
-    assert [one.of(torch.zeros(8), 0, 4)[0].item() for _ in range(2)] == [2, 4]
-    one.begin()
-    assert torch.equal(one.of(torch.zeros(2, 4), 0, 2), torch.zeros(2, 4)), "another shape: other elements"
+    assert torch.equal(one.of(torch.zeros(2, 32), 0, 2), torch.zeros(2, 32)), "another shape: other elements"
 
 
 # Facts of replicas

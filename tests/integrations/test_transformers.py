@@ -1,5 +1,6 @@
 """Few bits between the stages of Transformers' pipeline: real processes over Gloo, small models that have learned."""
 
+import contextlib
 import importlib
 import os
 import time
@@ -16,13 +17,13 @@ from transformers.distributed import pipeline_parallel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from lowbit.codecs import Cast, Codec, GroupInt, TAHQuant, TransformQuant
-from lowbit.collectives import AgreementError, DamagedError, PeerError
+from lowbit.collectives import AgreementError, PeerError
 from lowbit.integrations import EngineError
 from lowbit.integrations import transformers as module
 from lowbit.integrations.transformers import low_bit_pipeline_
 from tests.damage import Flip, on_the_way
 from tests.lab.evaluate.models import TEXT
-from tests.processes import Failure, Ranks
+from tests.processes import Failure, Ranks, on_ranks
 from tests.refused import refused
 from tests.tensor_parallel.models import one_thread
 
@@ -100,12 +101,13 @@ def logits_of(model: Any) -> Tensor:
     return model(**prompts()).logits
 
 
-def exact(folder: str, dtype: torch.dtype) -> None:
-    model = stages_of(folder, dtype)
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16)])
+@on_ranks
+def test_an_exact_codec_gives_what_transformers_gives(folders: dict[str, str], family: str, dtype: torch.dtype):
+    model = stages_of(folders[family], dtype)
     text, logits = generated(model), logits_of(model)
     own = generated(model, return_dict_in_generate=True, output_logits=True)
     stage = low_bit_pipeline_(model, EXACT)
-    assert torch.equal(generated(model), text)
     assert torch.equal(logits_of(model), logits)
     out = generated(model, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(out.sequences, text)
@@ -115,158 +117,114 @@ def exact(folder: str, dtype: torch.dtype) -> None:
     assert "generate" not in vars(model)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16)])
-def test_an_exact_codec_gives_what_transformers_gives(
-    ranks: Ranks, folders: dict[str, str], family: str, dtype: torch.dtype
-):
-    ranks.run(exact, folders[family], dtype)
-
-
-def coded(folder: str, codec: Codec, dtype: torch.dtype, text: Tensor, logits: Tensor) -> tuple[int, int]:
-    model = stages_of(folder, dtype)
-    stage = low_bit_pipeline_(model, codec)
-    assert torch.equal(logits_of(model), logits)
-    stage.traffic.reset()
-    assert torch.equal(generated(model, padded=True), text)
-    return stage.traffic.forward_bytes, stage.traffic.backward_bytes
-
-
 @pytest.mark.parametrize(
     ("family", "codec", "dtype"),
     [("qwen3", BYTE, torch.bfloat16), ("qwen3", HALF, torch.float32), ("llama", TAHQuant(), torch.float32)],
     ids=str,
 )
+@on_ranks
 def test_few_bits_give_what_one_process_gives_with_them(
-    ranks: Ranks, folders: dict[str, str], family: str, codec: Codec, dtype: torch.dtype
+    folders: dict[str, str], family: str, codec: Codec, dtype: torch.dtype
 ):
-    model = whole(folders[family], codec, dtype)
-    (forward, none), (_, tokens) = ranks.run(
-        coded, folders[family], codec, dtype, generated(model, padded=True), logits_of(model)
-    )
+    own, model = whole(folders[family], codec, dtype), stages_of(folders[family], dtype)
+    stage = low_bit_pipeline_(model, codec)
+    assert torch.equal(logits_of(model), logits_of(own))
+    stage.traffic.reset()
+    assert torch.equal(generated(model, padded=True), generated(own, padded=True))
     one, first = (codec.open(shape=(2, n, WIDTH), dtype=dtype).nbytes() for n in (1, PROMPT))
-    assert (forward, none) == (first + 8 + (NEW - 1) * (one + 8), 0)
-    assert tokens == NEW * (2 * 8 + 8)
+    if dist.get_rank():
+        assert stage.traffic.backward_bytes == NEW * (2 * 8 + 8)  # tokens
+    else:
+        assert stage.traffic.backward_bytes == 0
+        assert stage.traffic.forward_bytes == first + 8 + (NEW - 1) * (one + 8)
 
 
-def other_ways(folder: str, wanted: dict[str, Tensor]) -> None:
+@on_ranks
+def test_chunks_beams_and_samples(folders: dict[str, str]):
     """Everything but one token after the other."""
-    model = stages_of(folder)
+    own, model = whole(folders["llama"], BYTE), stages_of(folders["llama"])
     low_bit_pipeline_(model, BYTE)
-    assert torch.equal(generated(model, padded=True, prefill_chunk_size=7), wanted["greedy"])
-    assert torch.equal(generated(model, num_beams=2), wanted["beams"])
-    torch.manual_seed(5 if dist.get_rank() else 99)
-    drawn = [generated(model, do_sample=True, temperature=2.0) for _ in range(2)]
-    assert torch.equal(torch.cat(drawn), wanted["drawn"]), "the last stage draws, for all"
-    assert torch.equal(generated(model, padded=True, use_cache=False), wanted["greedy"])
-    one = prompts()["input_ids"][:1]
-    assistant = AutoModelForCausalLM.from_pretrained(folder)
-    text = model.generate(one, max_new_tokens=NEW, do_sample=False, assistant_model=assistant)
-    assert torch.equal(text, wanted["assisted"])
-
-
-def test_chunks_beams_and_samples(ranks: Ranks, folders: dict[str, str]):
-    model = whole(folders["llama"], BYTE)
+    greedy = generated(own, padded=True)
+    assert torch.equal(generated(model, padded=True, prefill_chunk_size=7), greedy)
+    assert torch.equal(generated(model, padded=True, use_cache=False), greedy)
+    assert torch.equal(generated(model, num_beams=2), generated(own, num_beams=2))
     torch.manual_seed(5)
-    drawn = torch.cat([generated(model, do_sample=True, temperature=2.0) for _ in range(2)])
-    assert not torch.equal(drawn[:2], drawn[2:])
-    wanted = {"greedy": generated(model, padded=True), "beams": generated(model, num_beams=2), "drawn": drawn}
-    wanted["assisted"] = model.generate(prompts()["input_ids"][:1], max_new_tokens=NEW, do_sample=False)
-    ranks.run(other_ways, folders["llama"], wanted)
+    wanted = [generated(own, do_sample=True, temperature=2.0) for _ in range(2)]
+    assert not torch.equal(*wanted)
+    torch.manual_seed(5 if dist.get_rank() else 99)
+    for text in wanted:
+        assert torch.equal(generated(model, do_sample=True, temperature=2.0), text), "the last stage draws, for all"
+    options: dict[str, Any] = {"inputs": prompts()["input_ids"][:1], "max_new_tokens": NEW, "do_sample": False}
+    assistant = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    assert torch.equal(model.generate(**options, assistant_model=assistant), own.generate(**options))
 
 
-def longer_later(folder: str, texts: list[Tensor]) -> int:
+@on_ranks
+def test_receives_posted_ahead_that_are_too_short_are_passed_over(folders: dict[str, str]):
     """Prompts of very different lengths, one after the other."""
-    model = stages_of(folder)
+    own, model = AutoModelForCausalLM.from_pretrained(folders["llama"]), stages_of(folders["llama"])
     stage = low_bit_pipeline_(model, EXACT)
-    for length, text in zip((3, PROMPT, 1, PROMPT), texts, strict=True):
-        assert torch.equal(model.generate(prompts()["input_ids"][:, :length], max_new_tokens=3, do_sample=False), text)
-    return stage.traffic.forward_bytes
-
-
-def test_receives_posted_ahead_that_are_too_short_are_passed_over(ranks: Ranks, folders: dict[str, str]):
-    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
-    ids = prompts()["input_ids"]
-    texts = [model.generate(ids[:, :n], max_new_tokens=3, do_sample=False) for n in (3, PROMPT, 1, PROMPT)]
-    sent, _ = ranks.run(longer_later, folders["llama"], texts)
-    messages = [length + 2 for length in (3, PROMPT, 1, PROMPT)]  # tokens of them
+    lengths = (3, PROMPT, 1, PROMPT)
+    for length in lengths:
+        ids = prompts()["input_ids"][:, :length]
+        assert torch.equal(*(each.generate(ids, max_new_tokens=3, do_sample=False) for each in (own, model)))
+    tokens = sum(length + 2 for length in lengths)
     empty = 2 + 2  # before each long prompt: both receives are as long as one token
-    assert sent == 2 * 4 * WIDTH * sum(messages) + 8 * (4 * 3 + empty)
+    if dist.get_rank() == 0:
+        assert stage.traffic.forward_bytes == 2 * 4 * WIDTH * tokens + 8 * (4 * 3 + empty)
 
 
-def of_three(folder: str, text: Tensor) -> None:
-    model = stages_of(folder)
+@on_ranks(3)
+def test_three_stages(folders: dict[str, str]):
+    text = generated(AutoModelForCausalLM.from_pretrained(folders["llama"]), padded=True)
+    assert bytes(text[1, -NEW:].tolist()).decode() in TEXT, "it has learned nothing"
+    model = stages_of(folders["llama"])
     low_bit_pipeline_(model, EXACT)
     assert torch.equal(generated(model, padded=True), text)
     assert logits_of(model).shape == (2, PROMPT, SIZES["vocab_size"])
 
 
-def test_three_stages(ranks: Ranks, folders: dict[str, str]):
-    text = generated(AutoModelForCausalLM.from_pretrained(folders["llama"]), padded=True)
-    assert bytes(text[1, -NEW:].tolist()).decode() in TEXT, "it has learned nothing"
-    ranks.run(of_three, folders["llama"], text, ranks=3)
-
-
-def limited(folder: str) -> Any:
-    """The model with a short time limit, in which nothing is loaded or compiled."""
+def failing(folder: str, how: str) -> tuple[str, int, float]:
+    """How a stage ends whose peer fails at its fifth token, or sends a changed message."""
     model = stages_of(folder)
-    BYTE.round_trip(torch.zeros(2, PROMPT, WIDTH))
+    BYTE.round_trip(torch.zeros(2, PROMPT, WIDTH))  # nothing is compiled within the short time limit
     dist.barrier()
     low_bit_pipeline_(model, BYTE, timeout=LIMIT)
-    return model
-
-
-def failing(folder: str, how: str) -> tuple[str, str, int, float]:
-    """The last stage fails at its fifth token; how the first one ends."""
-    model = limited(folder)
-    seen = 0
 
     def fail(input_ids: Tensor, scores: Tensor) -> Tensor:
-        nonlocal seen
-        seen += 1
-        if seen == 5 and how == "dies":
-            os._exit(3)
-        if seen == 5:
-            time.sleep(LIMIT + 2)
+        if input_ids.shape[1] == PROMPT + 4:
+            os._exit(3) if how == "dies" else time.sleep(LIMIT + 2)
         return scores
 
     start = time.monotonic()
-    try:
+    damage = on_the_way(0, Flip(0)) if how == "damages" else contextlib.nullcontext()
+    with damage, pytest.raises(PeerError) as caught:
         generated(model, logits_processor=[fail])
-    except PeerError as error:
-        return type(error).__name__, str(error), error.rank, time.monotonic() - start
-    return "", "", -1, 0.0
+    return f"{caught.type.__name__}: {caught.value}", caught.value.rank, time.monotonic() - start
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("dies", "closed its connection"), ("sleeps", "did not answer within 2.5 s")]
+    ("how", "culprit", "said"),
+    [
+        ("dies", 1, "PeerError: rank 1 closed its connection"),
+        ("sleeps", 1, "PeerError: rank 1 did not answer within 2.5 s"),
+        ("damages", 0, "DamagedError: transformers pipeline, hidden states (2, 24, 64), number 0"),
+    ],
 )
-def test_a_peer_that_fails_is_named_in_time(ranks: Ranks, folders: dict[str, str], how: str, said: str):
-    first = ranks.outcomes(failing, folders["llama"], how)[0]
-    assert not isinstance(first, Failure), first
-    kind, text, culprit, seconds = first
-    assert (kind, culprit) == ("PeerError", 1)
-    assert text.startswith(f"rank 1 {said}")
+def test_a_peer_that_fails_is_named_in_time(ranks: Ranks, folders: dict[str, str], how: str, culprit: int, said: str):
+    outcome = ranks.outcomes(failing, folders["llama"], how)[1 - culprit]
+    assert not isinstance(outcome, Failure), outcome
+    text, rank, seconds = outcome
+    assert text.startswith(said)
+    assert rank == culprit
     assert seconds < 4 * LIMIT
 
 
-def damaged(folder: str) -> tuple[str, int]:
-    model = limited(folder)
-    with on_the_way(0, Flip(0)):
-        try:
-            generated(model)
-        except PeerError as error:
-            return f"{type(error).__name__}: {error}", error.rank
-    return "", -1
-
-
-def test_a_changed_message_is_an_error(ranks: Ranks, folders: dict[str, str]):
-    text, culprit = ranks.outcomes(damaged, folders["llama"])[1]
-    assert text.startswith(f"{DamagedError.__name__}: transformers pipeline, hidden states (2, 24, 64), number 0")
-    assert culprit == 0
-
-
-def refusals(folder: str) -> list[str]:
-    model, training, rank = stages_of(folder), stages_of(folder).train(), dist.get_rank()
+@on_ranks
+def test_wrong_arguments_and_modes_are_one_line(folders: dict[str, str]):
+    model, training = (stages_of(folders["llama"]) for _ in range(2))
+    training.train()
+    rank = dist.get_rank()
 
     def given(codec: Any, model: Any = model, **options: Any) -> Any:
         return lambda: low_bit_pipeline_(model, codec, **options)
@@ -293,12 +251,10 @@ def refusals(folder: str) -> list[str]:
         (generating(3), AgreementError, r"\(1, 4\), digest.*\(1, 3\), digest"),
     )
     model.train()
-    return texts + refused((lambda: logits_of(model), RuntimeError, r"training mode, .* allowed: model.eval\(\)"))
-
-
-def test_wrong_arguments_and_modes_are_one_line(ranks: Ranks, folders: dict[str, str]):
-    first, second = ranks.run(refusals, folders["llama"])
-    assert first == second
+    texts += refused((lambda: logits_of(model), RuntimeError, r"training mode, .* allowed: model.eval\(\)"))
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, texts)
+    assert everywhere == [texts, texts]
 
 
 @pytest.mark.parametrize("name", ["communicate", "broadcast_from_last"])

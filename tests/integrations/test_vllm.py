@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from lowbit.collectives import AgreementError
 from lowbit.integrations import vllm as plugin
-from lowbit.integrations.vllm import VllmError, VllmSettings, has_prefill, settings_of
+from lowbit.integrations.vllm import VllmError, VllmSettings, settings_of
 from lowbit.tensor_parallel import CalibrationError, SumSettings, calibrate, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.sums import real_sums
 from tests.integrations.stand_in_vllm import CompilationConfig, Metadata, VllmConfig, stand_in
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 from tests.refused import refused
 from tests.tensor_parallel.models import Toy, ids, llama, logits, sequences
 
@@ -52,7 +52,10 @@ def served(
                 return logits(model, tokens)
 
         run(ids(), None)  # vLLM's trial run
-        yield SimpleNamespace(model=model, run=run, group=vllm.parallel_state.get_tp_group(), sums=plugin.row_sums())
+        yield SimpleNamespace(
+            model=model, run=run, group=vllm.parallel_state.get_tp_group(), sums=plugin.row_sums(),
+            context=vllm.forward_context.set_forward_context,
+        )  # fmt: skip
 
 
 def built(model: nn.Module, vllm: Any) -> nn.Module:
@@ -76,8 +79,8 @@ def even() -> Any:
     return Toy(inner=128)  # vLLM's layers have inputs that the ranks divide evenly
 
 
-def two_ways(path: str) -> dict[str, Any]:
-    """Logits of the plug-in, and of `low_bit_` with the same calibration, for prefills and for decoding."""
+def two_ways(path: str) -> Tensor:
+    """Logits of a prefill. They are those of `low_bit_` with the same calibration, those of decoding without it."""
     calibration, settings = calibrate(even(), sequences(), ranks=dist.get_world_size()), SumSettings(small=0)
     if dist.get_rank() == 0:
         calibration.save(path)
@@ -89,120 +92,97 @@ def two_ways(path: str) -> dict[str, Any]:
     with served(even, calibration=path) as engine:
         before = engine.group.sums
         prefill = engine.run(ids(), PREFILL)
-        own = engine.group.sums - before
-        decode, known = engine.run(ids(), DECODE), engine.sums.traffic
-    return {"coded": coded, "plain": plain, "prefill": prefill, "decode": decode, "own": own, "traffic": known}
+        assert engine.group.sums == before, "vLLM made no sum of the prefill"
+        assert engine.sums.traffic.coded == 4 * ids().numel() * 64
+        decode = engine.run(ids(), DECODE)
+    torch.testing.assert_close(prefill, coded)  # the bias is added in another place
+    torch.testing.assert_close(decode, plain)
+    assert not torch.allclose(prefill, plain, atol=1e-4)
+    return prefill
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_prefills_have_the_sums_of_low_bit_and_decoding_those_of_vllm(ranks: Ranks, count: int, tmp_path: Path):
-    results = ranks.run(two_ways, str(tmp_path / "calibration"), ranks=count)
-    for rank, each in enumerate(results):
-        assert torch.equal(each["prefill"], results[0]["prefill"]), rank
-        torch.testing.assert_close(each["prefill"], each["coded"])  # the bias is added in another place
-        torch.testing.assert_close(each["decode"], each["plain"])
-        assert not torch.allclose(each["prefill"], each["plain"], atol=1e-4)
-        assert each["own"] == 0, "vLLM made no sum of the prefill"
-        assert each["traffic"].coded == 4 * ids().numel() * 64
+    first, *others = ranks.run(two_ways, str(tmp_path / "calibration"), ranks=count)
+    assert all(torch.equal(each, first) for each in others)
 
 
-def of_a_model(settings: dict[str, Any], metadata: Any, environment: bool) -> dict[str, Any]:
-    given = {"prefills": 0, "small": 0} | settings
-    with served(llama, environment=given) if environment else served(llama, **given) as engine:
-        trial = engine.group.sums
-        tokens = engine.run(ids(), metadata).argmax(-1)
-        return {"sums": engine.group.sums - trial, "tokens": tokens, "errors": engine.sums.errors}
+METADATA = [
+    (PREFILL, True),
+    ([PREFILL, DECODE], True),
+    (DECODE, False),
+    (None, False),
+    ({}, False),
+    ({"layer": SimpleNamespace()}, False),
+    ({"layer": SimpleNamespace(num_prefills=1)}, True),
+    ({"layer": SimpleNamespace(num_prefills=0, max_query_len=3)}, False),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "metadata", "own"),
-    [
-        ({"format": INT8}, PREFILL, 0),
-        ({"format": INT8}, [PREFILL, DECODE], 0),
-        ({"format": INT8}, {"layer": SimpleNamespace(num_prefills=1)}, 0),
-        ({"format": INT8}, {"layer": SimpleNamespace(num_prefills=0, max_query_len=3)}, 4),
-        ({"format": INT8}, DECODE, 4),
-        ({"format": INT8}, None, 4),
-        ({"format": INT8, "small": 1 << 20}, PREFILL, 4),
-        ({"format": INT8, "prefills": 1}, PREFILL, 4),
-    ],
-)
-def test_what_vllm_sums_itself(ranks: Ranks, settings: dict[str, Any], metadata: Any, own: int):
-    for rank, each in enumerate(ranks.run(of_a_model, settings, metadata, bool(own))):
-        assert each["sums"] == own, rank
+def own_sums(engine: Any, metadata: Any = PREFILL) -> int:
+    """How many sums vLLM makes itself in a run."""
+    before = engine.group.sums
+    engine.run(ids(), metadata)
+    return engine.group.sums - before
 
 
-def checked(settings: dict[str, Any]) -> dict[str, Any]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    log = logging.getLogger("lowbit.vllm")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        with served(llama, **settings) as engine:
-            first = engine.run(ids(), PREFILL)
-            before = engine.group.sums
-            second = engine.run(ids(), PREFILL)
-            plain = engine.run(ids(), DECODE)
-            return {
-                "exact": torch.equal(first, plain), "messages": messages, "own": engine.group.sums - before - 4,
-                "coded": not torch.equal(second, plain), "errors": engine.sums.errors,
-            }  # fmt: skip
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
+@on_ranks
+def test_what_vllm_sums_itself():
+    with served(llama, environment={"format": INT8, "small": 0, "prefills": 0}) as engine:
+        for metadata, coded in METADATA:
+            assert own_sums(engine, metadata) == (0 if coded else 4), metadata
+    for large in ({"small": 1 << 20}, {"prefills": 1}):
+        with served(llama, format=INT8, **large) as engine:
+            assert own_sums(engine) == 4, large
+    speculative = VllmConfig(speculative_config=SimpleNamespace(num_speculative_tokens=3))
+    with served(llama, speculative, format=INT8) as engine:
+        assert [own_sums(engine, {"layer": Metadata(rows)}) for rows in (4, 5)] == [4, 0]
+    experts = VllmConfig(compilation_config=CompilationConfig(static_all_moe_layers=["experts"]))
+    with served(llama, experts, format=INT8, experts="engine") as engine:
+        assert own_sums(engine) == 0, "other sums are coded beside expert layers"
 
 
-def test_the_first_prefill_is_checked_and_exact(ranks: Ranks):
-    for each in ranks.run(checked, {"format": INT8, "prefills": 1}):
-        assert each["exact"]
-        assert each["coded"]
-        assert each["own"] == 0
-        assert all(0 < error < 0.02 for error in each["errors"].values())
-        assert any("4 layers checked" in message for message in each["messages"])
+@pytest.mark.parametrize(("bits", "lost"), [(8, False), (2, True)])
+@on_ranks
+def test_layers_are_checked_in_the_first_prefill(bits: int, lost: bool):
+    """It is exact; layers over the limit stay with vLLM."""
+    settings = {"format": f"GroupInt(bits={bits}, group=64)", "prefills": 1, "check": 0.05}
+    with mock.patch.object(logging.getLogger("lowbit.vllm"), "handle") as handle, served(llama, **settings) as engine:
+        logging.getLogger("lowbit.vllm").setLevel(logging.INFO)
+        first, plain = engine.run(ids(), PREFILL), engine.run(ids(), DECODE)
+        assert torch.equal(first, plain)
+        assert torch.equal(engine.run(ids(), PREFILL), plain) == lost
+        assert own_sums(engine) == (4 if lost else 0)
+        messages = [call.args[0].getMessage() for call in handle.call_args_list]
+        if lost:
+            assert sum("more than 5 % (check): vLLM sums this layer itself" in text for text in messages) == 4
+        else:
+            assert all(0 < error < 0.02 for error in engine.sums.errors.values())
+            assert any("4 layers checked" in text for text in messages)
 
 
-def test_layers_over_the_limit_stay_with_vllm(ranks: Ranks):
-    for each in ranks.run(checked, {"format": "GroupInt(bits=2, group=64)", "prefills": 1, "check": 0.05}):
-        assert each["own"] == 4
-        assert not each["coded"]
-        assert sum("more than 5 % (check): vLLM sums this layer itself" in text for text in each["messages"]) == 4
-
-
-def not_a_number(broken: bool) -> list[float]:
-    def build() -> Any:
+@on_ranks
+def test_a_batch_of_nan_or_zeros_is_no_check():
+    for first_row, checked in ((float("nan"), 0), (0.0, 3)):
         model = llama()
         with torch.no_grad():
-            model.model.layers[0].self_attn.o_proj.weight[0] = float("nan") if broken else 0.0
-            model.model.layers[0].self_attn.o_proj.weight[1:] = 0.0
-        return model
-
-    with served(build, format=INT8, prefills=1) as engine:
-        engine.run(ids(), PREFILL)
-        return list(engine.sums.errors.values())
-
-
-@pytest.mark.parametrize("broken", [True, False])
-def test_a_batch_of_nan_or_zeros_is_no_check(ranks: Ranks, broken: bool):
-    for errors in ranks.run(not_a_number, broken):
-        assert errors[0] != errors[0]
-        assert sum(error == error for error in errors) == (0 if broken else 3)
+            weight = model.model.layers[0].self_attn.o_proj.weight
+            weight[0], weight[1:] = first_row, 0.0
+        with served(lambda model=model: model, format=INT8, prefills=1) as engine:
+            engine.run(ids(), PREFILL)
+            first, *others = engine.sums.errors.values()
+            assert first != first
+            assert sum(error == error for error in others) == checked
 
 
-def over_the_limit() -> None:
-    with served(llama, format="GroupInt(bits=2, group=64)", prefills=1, check=0.05, over="refuse") as engine:
-        engine.run(ids(), PREFILL)
-
-
+@mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})})
 def set_twice() -> None:
-    config = VllmConfig(additional_config={"lowbit": {"format": "GroupInt(bits=4, group=64)"}})
-    with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}):
-        settings_of(config)
+    settings_of(VllmConfig(additional_config={"lowbit": {"format": "GroupInt(bits=4, group=64)"}}))
 
 
+@mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})})
 def another_plug_in() -> None:
-    with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}), stand_in(VllmConfig()) as vllm:
+    with stand_in(VllmConfig()) as vllm:
         vllm.custom_op.PluggableLayer.register_oot(name="RowParallelLinear")(type("Another", (), {}))
         plugin.register()
 
@@ -216,13 +196,14 @@ def refusals(path: str) -> list[str]:
 
     def serving(build: Any = llama, config: VllmConfig | None = None, **settings: Any) -> Any:
         def act() -> None:
-            with served(build, config, **settings):
-                pass
+            with served(build, config, **settings) as engine:
+                engine.run(ids(), PREFILL)
 
         return act
 
     experts = VllmConfig(compilation_config=CompilationConfig(static_all_moe_layers=["model.layers.0.mlp.experts"]))
     lora = VllmConfig(lora_config=SimpleNamespace())
+    over = r"more than 5 % \(check\); allowed: a calibration on text like this"
     return refused(
         (serving(even, calibration=f"{path}4"), CalibrationError, "is for 4 ranks, and vLLM has 2 tensor-parallel"),
         (serving(calibration=f"{path}2"), CalibrationError, "layers.1.attn.o and 1 more, which vLLM does"),
@@ -231,7 +212,7 @@ def refusals(path: str) -> list[str]:
         (serving(config=lora, format=INT8), VllmError, "LoRA layers sum in the model's dtype by themselves"),
         (serving(format=INT8, timeout=30.0 + rank), AgreementError, "settings"),
         (set_twice, VllmError, r"LOWBIT_VLLM and additional_config\['lowbit'\] differ"),
-        (over_the_limit, VllmError, r"more than 5 % \(check\); allowed: a calibration on text like this"),
+        (serving(format="GroupInt(bits=2, group=64)", prefills=1, check=0.05, over="refuse"), VllmError, over),
         (another_plug_in, VllmError, "Another has replaced RowParallelLinear of vLLM already"),
     )  # fmt: skip
 
@@ -241,41 +222,22 @@ def test_what_does_not_go_together_is_one_error_on_all_ranks(ranks: Ranks, tmp_p
     assert first == second
 
 
-def beside_experts() -> int:
-    config = VllmConfig(compilation_config=CompilationConfig(static_all_moe_layers=["experts"]))
-    with served(llama, config, format=INT8, experts="engine") as engine:
-        before = engine.group.sums
-        engine.run(ids(), PREFILL)
-        return engine.group.sums - before
-
-
-def test_other_sums_are_coded_beside_expert_layers(ranks: Ranks):
-    assert ranks.run(beside_experts) == [0, 0]
-
-
-def compiled() -> dict[str, Any]:
+@on_ranks
+def test_a_layer_is_one_graph_for_the_compiler():
     with served(llama, format=INT8) as engine:
         layer = engine.model.model.layers[0].self_attn.o_proj
-        explained = torch._dynamo.explain(layer.forward)(torch.randn(7, 64 // dist.get_world_size()))
+        rows = [torch.randn(rows, 64 // dist.get_world_size()) for rows in (7, 9)]
+        assert torch._dynamo.explain(layer.forward)(rows[0]).graph_break_count == 0
         fast = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-        context = __import__("vllm.forward_context", fromlist=["set_forward_context"]).set_forward_context
-        equal = True
-        for rows in (7, 9):
-            x = torch.randn(rows, 64 // dist.get_world_size())
-            with torch.no_grad(), context(PREFILL, None):
-                equal &= torch.equal(fast(x), layer(x))
-        return {"breaks": explained.graph_break_count, "equal": equal}
+        for x in rows:
+            with torch.no_grad(), engine.context(PREFILL, None):
+                assert torch.equal(fast(x), layer(x))
 
 
-def test_a_layer_is_one_graph_for_the_compiler(ranks: Ranks):
-    for each in ranks.run(compiled):
-        assert each == {"breaks": 0, "equal": True}
-
-
+@mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})})
 def test_settings_are_part_of_vllms_key_of_compiled_graphs():
     config = VllmConfig()
-    with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}):
-        settings_of(config)
+    assert settings_of(config).sums() == SumSettings()
     assert config.additional_config["lowbit"]["format"] == INT8
 
 
@@ -309,22 +271,11 @@ def test_vllm_finds_the_plug_in_which_does_nothing_unless_asked_to():
     assert EntryPoint("lowbit", value, "vllm.general_plugins").load() is plugin.register
 
 
-def test_metadata_tells_prefills_from_decoding():
-    assert not has_prefill(None, 1)
-    assert not has_prefill({}, 1)
-    assert not has_prefill(DECODE, 1)
-    assert has_prefill(PREFILL, 1)
-    assert not has_prefill({"layer": Metadata(4)}, 4)  # with 3 speculative tokens
-    assert not has_prefill({"layer": SimpleNamespace()}, 1)
-    assert VllmSettings(format=INT8).sums() == SumSettings()
-
-
-def measuring() -> str:
+@on_ranks
+def test_thresholds_are_measured_in_the_trial_run_and_agreed():
     with served(llama, format=INT8, small="auto") as engine:
-        return str(engine.sums.layers["model.layers.0.mlp.down_proj"].sum.settings.small)
-
-
-def test_thresholds_are_measured_in_the_trial_run_and_agreed(ranks: Ranks):
-    first, second = ranks.run(measuring)
-    assert first == second
-    assert first.startswith("64 features, float32, 8 bits: ")
+        measured = str(engine.sums.layers["model.layers.0.mlp.down_proj"].sum.settings.small)
+    assert measured.startswith("64 features, float32, 8 bits: ")
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, measured)
+    assert everywhere == [measured, measured]
