@@ -28,35 +28,33 @@ def test_version_and_help_need_no_pytorch():
     assert done.stdout.endswith("\nset()\n")
 
 
-def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "train.toml"
-    file.write_text("[run]\nsteps = 7\nseed = 1\n[pipeline]\nranks = 4\n")
-    ran: list[TrainConfig] = []
-    monkeypatch.setattr(lowbit.train, "run", lambda config: ran.append(config) or SUMMARY)
-    result = invoke("train", str(file), "--run.seed", "2", "--ranks", "3", "--resume")
-    assert result.exit_code == 0, result.output
-    run, pipeline = ran[0].run, ran[0].pipeline
-    assert (run.steps, run.seed, run.resume, pipeline.ranks) == (7, 2, True, 3)
-    assert "held-out loss     1.2500" in result.stdout
-    missing = invoke("train", "missing.toml", "--traceback")
-    assert isinstance(missing.exception, lowbit.train.ConfigError), "with its origin"
-    assert "4.40 forward, 6.50 backward" in result.stdout
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """What is trained, but in name only."""
+    configs: list[TrainConfig] = []
+    monkeypatch.setattr(lowbit.train, "run", lambda config: configs.append(config) or SUMMARY)
+    return configs
 
 
-def test_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[TrainConfig]):
     monkeypatch.chdir(tmp_path)
-    Path("train.toml").write_text("[run]\nsteps = 7\n")
-    ran: list[TrainConfig] = []
-    monkeypatch.setattr(lowbit.train, "run", lambda config: ran.append(config) or SUMMARY)
+    Path("train.toml").write_text("[run]\nsteps = 7\nseed = 1\n[pipeline]\nranks = 4\n")
     for words, resume, allowed in [
-        ("--resume train.toml", True, ()),
+        ("--run.seed 2 --ranks 3 train.toml", False, ()),
+        ("--resume train.toml --run.seed 2 --ranks 3", True, ()),
         ("--resume=auto train.toml", "auto", ()),
         ("train.toml --resume=true --allow-change run.steps", True, ("run.steps",)),
         ("train.toml --allow-change run.steps --allow-change run.seed --resume", True, ("run.steps", "run.seed")),
     ]:
         result = invoke("train", *words.split())
         assert result.exit_code == 0, result.output
-        assert (ran[-1].run.steps, ran[-1].run.resume, ran[-1].run.allow_change) == (7, resume, allowed)
+        run, pipeline = ran[-1].run, ran[-1].pipeline
+        assert (run.steps, run.resume, run.allow_change) == (7, resume, allowed)
+        assert (run.seed, pipeline.ranks) == ((2, 3) if "--ranks" in words else (1, 4))
+        assert "held-out loss     1.2500" in result.stdout
+        assert "4.40 forward, 6.50 backward" in result.stdout
+    missing = invoke("train", "missing.toml", "--traceback")
+    assert isinstance(missing.exception, lowbit.train.ConfigError), "with its origin"
 
 
 def test_a_configuration_is_printed_with_all_its_keys_and_read_back(tmp_path: Path):
@@ -116,8 +114,8 @@ def test_the_demo_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert told == [tmp_path, Path("runs/demo")]
 
 
+@pytest.mark.usefixtures("ran")
 def test_a_rank_that_somebody_started_ends_with_a_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lowbit.train, "run", lambda config: SUMMARY)
     monkeypatch.setenv("RANK", "1")
     assert invoke("train", "--ranks", "2").stdout == "finished; the results are on rank 0's machine\n"
     monkeypatch.setenv("LOCAL_RANK", "1")  # torchrun, whose first rank says it

@@ -26,8 +26,7 @@ def every(command: Any, program: str) -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS_BY_NAME = {**dict(every(COMMANDS, "lowbit")), **dict(every(BENCHMARKS, "python -m benchmarks"))}
-GROUPS = [name for name, command in COMMANDS_BY_NAME.items() if isinstance(command, Group)]
-LEAVES = [name for name in COMMANDS_BY_NAME if name not in GROUPS]
+LEAVES = [name for name, command in COMMANDS_BY_NAME.items() if not isinstance(command, Group)]
 ADDRESS = "https://lowbit.example/en/latest/"
 
 
@@ -60,26 +59,15 @@ def test_help_fits_a_screen_and_says_where_to_begin(monkeypatch: pytest.MonkeyPa
     assert ADDRESS in beginning
 
 
-def test_help_needs_no_installation(monkeypatch: pytest.MonkeyPatch):
+def test_a_plain_checkout_needs_no_installation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lowbit.cli.app, "metadata", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError))
-    assert "where to begin:" in invoke("--help").stdout
-
-
-def test_commands_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lowbit.cli.app, "extension", lambda name: None)  # a plain checkout on PYTHONPATH
-    assert "bench      Not installed" in invoke("--help").stdout
+    monkeypatch.setattr(lowbit.cli.app, "extension", lambda name: None)
+    shown = invoke("--help").stdout
+    assert "where to begin:" in shown
+    assert "bench      Not installed" in shown
     outcome = invoke("bench", "codecs")
     assert outcome.exit_code == 2
     assert outcome.stderr == 'error: lowbit bench is not installed; install it with: pip install "lowbit[lab]"\n'
-
-
-def test_help_of_a_group_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in GROUPS:
-        COMMANDS_BY_NAME[name](name, ["--help"])
-        lines = capsys.readouterr().out.splitlines()
-        assert max(map(len, lines)) <= 80, name
-        assert name == "lowbit" or "examples:" in lines, name
 
 
 def test_help_says_all_of_every_option(monkeypatch: pytest.MonkeyPatch):
@@ -117,10 +105,17 @@ def test_help_of_train_is_short():
 
 
 @pytest.mark.parametrize("program", COMMANDS_BY_NAME)
-def test_every_example_is_understood(program: str):
+def test_every_example_is_shown_and_understood(
+    program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     command = COMMANDS_BY_NAME[program]
-    assert isinstance(command.examples, tuple)
     assert command.examples or program == "lowbit", "which says where to begin instead"
+    if isinstance(command, Group):
+        monkeypatch.setenv("COLUMNS", "80")
+        command(program, ["--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        assert {f"  {example}" for example in command.examples} <= {*lines}
     for example in command.examples:
         assert len(example) <= 76, "it fits a line of the help"
         words = shlex.split(example.removeprefix("torchrun --nproc-per-node 2 -m ").partition(" > ")[0])
