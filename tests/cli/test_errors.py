@@ -87,10 +87,16 @@ def test_a_base_install_says_what_to_install():
 def test_slips_are_refused_before_the_slow_imports():
     """`torch._dynamo`, which lowbit's stages and activations import, takes as long as PyTorch itself."""
     early = [
-        "train --ranks 9", "train --pipeline.forward transfrom", "train --data.text nowhere",
-        "train --data.held_out nowhere", "train --model.pretrained Qwen/Qwen2.5-0.5B", "train --run.device cuda:7",
-        "train --resume", "doctor", "doctor --meet nosuchhost.invalid:29400",
-    ]  # fmt: skip
+        "train --ranks 9",
+        "train --pipeline.forward transfrom",
+        "train --data.text nowhere",
+        "train --data.held_out nowhere",
+        "train --model.pretrained Qwen/Qwen2.5-0.5B",
+        "train --run.device cuda:7",
+        "train --resume",
+        "doctor",
+        "doctor --meet nosuchhost.invalid:29400",
+    ]
     found, done = codes(early)
     assert found == ["2 False"] * len(early), done.stderr
 

@@ -77,8 +77,14 @@ SEVERAL = Course(folder="here", warmup_steps=2, model=Model(dim=8, kv_heads=3), 
             "--boundary 'int4,GroupInt(bits=6, group=32)' --link unlimited,2 --width 1 --width 2,3 --device cuda "
             "--continue --no-checked --resume=auto here",
             Course(
-                folder="here", boundaries=("int4", "GroupInt(bits=6, group=32)"), links=(Rate(None), Rate(2.0)),
-                widths=(1, 2, 3), device="cuda", continue_=True, checked=False, resume="auto",
+                folder="here",
+                boundaries=("int4", "GroupInt(bits=6, group=32)"),
+                links=(Rate(None), Rate(2.0)),
+                widths=(1, 2, 3),
+                device="cuda",
+                continue_=True,
+                checked=False,
+                resume="auto",
             ),
         ),
         ("--warmup_steps 2 --model.kv-heads 3 --dim 8 --checked false --resume here", SEVERAL),
@@ -87,7 +93,7 @@ SEVERAL = Course(folder="here", warmup_steps=2, model=Model(dim=8, kv_heads=3), 
         ("here --boundary ''", Course(folder="here", boundaries=())),
     ],
     ids=["nothing", "every kind", "one spelling", "another spelling", "a TOML list", "an empty list"],
-)  # fmt: skip
+)
 def test_options_arrive(words: str, expected: Course):
     assert read(*shlex.split(words)) == expected
 
