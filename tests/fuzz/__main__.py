@@ -13,9 +13,20 @@ CHUNK = 100_000  # cases of a process
 
 def main() -> int:
     """Run the command; 1 if anything was not survived."""
-    options, begun = _parser().parse_args(), time.monotonic()
-    total = Outcome()
-    for numbers in _chunks(options):
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    add = parser.add_argument
+    add("--minutes", type=float, help="how long (default: until --count)")
+    add("--count", type=int, help="how many cases, of one payload or four (default: 20000, no limit with --minutes)")
+    add("--seed", type=int, default=0, help="other payloads (default: 0)")
+    add("--case", type=int, help="one case of the seed alone, as a fault names it")
+    add("--only", default="", help="targets whose name contains this")
+    add("--jobs", type=int, default=1, help="processes at a time (default: 1)")
+    options, begun, total = parser.parse_args(), time.monotonic(), Outcome()
+    cases = range(options.count or (20_000 if options.minutes is None else 10**9))
+    if options.case is not None:
+        cases = range(options.case, options.case + 1)
+    for start in range(0, len(cases), CHUNK * options.jobs):
+        numbers = cases[start : start + CHUNK * options.jobs]
         seconds = 60 * (options.minutes or float("inf")) - (time.monotonic() - begun)
         if seconds <= 0 or len(total.faults) >= MOST_FAULTS:
             break
@@ -36,26 +47,6 @@ def main() -> int:
     _say(f"{decoded:>9}  payloads survived in all, seed {options.seed}, {seconds:.0f} s")
     _say(f"{encoded:>9}  tensors to encode survived\n{len(total.faults):>9}  not survived")
     return 1 if total.faults else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    add = parser.add_argument
-    add("--minutes", type=float, help="how long (default: until --count)")
-    add("--count", type=int, help="how many cases, of one payload or four (default: 20000, no limit with --minutes)")
-    add("--seed", type=int, default=0, help="other payloads (default: 0)")
-    add("--case", type=int, help="one case of the seed alone, as a fault names it")
-    add("--only", default="", help="targets whose name contains this")
-    add("--jobs", type=int, default=1, help="processes at a time (default: 1)")
-    return parser
-
-
-def _chunks(options: argparse.Namespace) -> list[range]:
-    if options.case is not None:
-        return [range(options.case, options.case + 1)]
-    count = options.count or (20_000 if options.minutes is None else 10**9)
-    size = CHUNK * options.jobs
-    return [range(start, min(count, start + size)) for start in range(0, count, size)]
 
 
 def _say(line: str) -> None:

@@ -1,5 +1,6 @@
 """Sessions that remember messages, under hostile ones: also such as know the digests, and several in a row."""
 
+import functools
 import math
 import random
 from typing import Any
@@ -17,6 +18,18 @@ from .guard import BEFORE, Bench, Shape
 from .targets import DTYPES, Case, as_bytes, as_tensor, damage, hard, hostile_numbers, layout_of, spans_of
 
 
+@functools.cache
+def followed(codec: TransformQuant, shape: Shape) -> list[tuple[dict[str, Any], bytes]]:
+    """Three valid messages, each with the state of the receiver that expects it."""
+    rng, found = random.Random(repr(shape)), []
+    sender, receiver = (codec.open(shape=shape, dtype=torch.float32) for _ in range(2))
+    for _ in range(3):
+        state, message = receiver.state_dict(), sender.encode(hard(rng, shape))
+        found.append((state, as_bytes(message)))
+        receiver.decode(message)
+    return found
+
+
 class TransformMessages:
     """A receiver that has followed two messages, and gets one or two hostile ones.
 
@@ -25,30 +38,18 @@ class TransformMessages:
 
     def __init__(self, codec: TransformQuant, shape: Shape) -> None:
         self.codec, self.name, self._shape = codec, f"{codec!r} {shape}", shape
-        self._states: list[dict[str, Any]] = []
-        self._messages: list[bytes] = []
-
-    def _prepare(self) -> None:
-        rng, shape = random.Random(repr(self._shape)), self._shape
-        sender, receiver = (self.codec.open(shape=shape, dtype=torch.float32) for _ in range(2))
-        for _ in range(3):
-            self._states.append(receiver.state_dict())
-            message = sender.encode(hard(rng, shape))
-            self._messages.append(message.numpy().tobytes())
-            receiver.decode(message)
 
     def case(self, rng: random.Random) -> Case:
-        if not self._states:
-            self._prepare()
         at, dtype, training = rng.randrange(3), rng.choice(DTYPES), rng.random() < 0.7
         spans = spans_of(layout_of(self.codec, self._shape))
-        made = [damage(rng, self._messages[at], spans) for _ in range(rng.randint(1, 2))]
+        state, message = followed(self.codec, self._shape)[at]
+        made = [damage(rng, message, spans) for _ in range(rng.randint(1, 2))]
         forged = [rng.random() < 0.7 for _ in made]
 
         def run(bench: Bench) -> bytes:
             session = self.codec.open(shape=self._shape, dtype=dtype)
             assert isinstance(session, TransformSession)
-            session.load_state_dict(self._states[at])
+            session.load_state_dict(state)
             found = b""
             for (_, payload), forge in zip(made, forged, strict=True):
                 message = self._forged(session, payload, training) if forge else payload
@@ -101,15 +102,11 @@ class TransformDecoding:
 
     def __init__(self, codec: TransformQuant, shape: Shape) -> None:
         self.codec, self.name, self._shape = codec, f"operators of {codec!r} {shape}", shape
-        self._valid: list[bytes] = []
 
     def case(self, rng: random.Random) -> Case:
         geo = self.codec.geometry(self._shape)
-        if not self._valid:
-            fixed = random.Random(repr(self._shape))
-            sender = self.codec.open(shape=self._shape, dtype=torch.float32)
-            self._valid = [as_bytes(sender.encode(hard(fixed, self._shape))) for _ in range(3)]
-        kind, payload = damage(rng, rng.choice(self._valid), spans_of(geo.layout))
+        _, valid = rng.choice(followed(self.codec, self._shape))
+        kind, payload = damage(rng, valid, spans_of(geo.layout))
         size = geo.rows * geo.channels
 
         def run(bench: Bench) -> bytes:

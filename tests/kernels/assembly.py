@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)  # a process compiles or interprets
 
@@ -107,30 +108,19 @@ CALLS = KERNELS | FUSED | FEATURES | TRANSFORM
 
 
 def launches(name: str) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
-    """Kernels that a call launches, caught before they run: kernel, warps, shape, arguments, settings."""
-    module, function, arguments = CALLS[name]
-    if name not in TRANSFORM:
-        return _caught(getattr(module, function), arguments, module)
-    # Each kernel once: attempts launch some of them again.
-    caught = _caught(getattr(module, function), arguments, module)
-    return list({launch[0]: launch for launch in caught}.values())
+    """Kernels that a call launches, caught before they run: kernel, warps, shape, arguments, settings.
 
-
-def _caught(function: Any, given: tuple, *modules: Any) -> list[tuple]:
-    caught = []
+    Each of them once: attempts launch some again.
+    """
+    module, function, given = CALLS[name]
+    caught = {}
 
     def catch(kernel: Any, programs: int, warps: int, shape: dict, *arguments: Any, **settings: Any) -> None:
-        caught.append((kernel, warps, shape, arguments, settings))
+        caught[kernel] = kernel, warps, shape, arguments, settings
 
-    before = [module.launch for module in modules]
-    for module in modules:
-        module.launch = catch
-    try:
-        function(*given)
-    finally:
-        for module, launch in zip(modules, before, strict=True):
-            module.launch = launch
-    return caught
+    with mock.patch.object(module, "launch", catch):
+        getattr(module, function)(*given)
+    return list(caught.values())
 
 
 def compiled(kernel: Any, warps: int, shape: dict, arguments: tuple, settings: dict) -> Any:

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lowbit.kernels.exact import log2, smallest, uniform
 from lowbit.kernels.layout import pack, pack_flags, unpack, unpack_flags
 from tests.codecs.examples import bytes_of, encoded, rooms
 from tests.codecs.feature_int.examples import FEATURES
+from tests.refused import refused
 
 
 def in_graphs() -> str:
@@ -52,6 +54,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
 }  # fmt: skip
 NORM = 1e-6, False, 0.0
+FIRST = [room.CODECS[0] for room in rooms() if hasattr(room, "CODECS")]
 
 
 def saved(*shape: int) -> torch.Tensor:
@@ -77,8 +80,7 @@ def test_opcheck(name: str, backend: str) -> None:
 
 def test_compiles_without_a_graph_break() -> None:
     x = torch.randn(1, 3, 200)
-    first = [room.CODECS[0] for room in rooms() if hasattr(room, "CODECS")]
-    for codec in (*first, TAHQuant.published()):
+    for codec in (*FIRST, TAHQuant.published()):
         through = torch.compile(codec.round_trip, backend="eager", fullgraph=True)
         assert torch.equal(through(x), codec.round_trip(x))
 
@@ -87,8 +89,7 @@ def test_compiles_without_a_graph_break() -> None:
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
     x = torch.randn(2, 3, 70)
-    first = [room.CODECS[0] for room in rooms() if hasattr(room, "CODECS")]
-    for codec in (*first, GroupInt(bits=5), FEATURES, Cast(dtype=torch.bfloat16)):
+    for codec in (*FIRST, GroupInt(bits=5), FEATURES, Cast(dtype=torch.bfloat16)):
         with kernels.backend(backend):
             expected = codec.encode(x)
             buffer = torch.zeros(offset + len(expected), dtype=torch.uint8)
@@ -97,96 +98,64 @@ def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
             assert torch.equal(codec.decode(buffer[offset:], shape=x.shape), codec.decode(expected, shape=x.shape))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("norm", "gated", "saved"))])
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("saved")])
 def test_wrong_tensors_are_refused(name: str) -> None:
-    operator = getattr(torch.ops.lowbit, name)
-    first, second, *rest = CASES[name]()
-    x, payload = (first, second) if name.endswith("encode") else (second, first)
-    payloads = payload
-    payload = payloads[1] if isinstance(payloads, list) else payload
+    operator, given = getattr(torch.ops.lowbit, name).default, CASES[name]()
+    fused, rows = name.startswith(("norm", "gated")), []
 
-    def call(x: torch.Tensor, payload: Any) -> None:
-        given = [payloads[0], payload, payloads[2]] if isinstance(payloads, list) else payload
-        operator(*((x, given) if name.endswith("encode") else (given, x)), *rest)
+    def refuse(index: int, wrong: object, error: type[Exception], message: str) -> None:
+        rows.append((partial(operator, *given[:index], wrong, *given[index + 1 :]), error, message))
 
-    with pytest.raises(TypeError, match=r"dtype torch\.float64; allowed: float32"):
-        call(x.double(), payload)
-    with pytest.raises(ValueError, match=f"expected {len(payload)} contiguous uint8"):
-        call(x, payload[:-1])
-    with pytest.raises(ValueError, match="contiguous"):
-        call(torch.stack([x, x], -1)[..., 0], payload)
-    with pytest.raises(ValueError, match="payload is"):
-        call(x, payload.view(torch.int8))
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("norm", "gated"))])
-def test_wrong_tensors_by_name_are_refused(name: str) -> None:
-    given = CASES[name]()
-
-    def call(index: int, argument: object) -> None:
-        getattr(torch.ops.lowbit, name)(*given[:index], argument, *given[index + 1 :])
-
-    schema = str(getattr(torch.ops.lowbit, name).default._schema).split(",")
-    tensors = [i for i, argument in enumerate(given) if isinstance(argument, torch.Tensor)]
-    for i in tensors:
-        argument = schema[i].split()[-1]
-        if "payload" in argument:
-            with pytest.raises(ValueError, match=f"^{argument} is .* contiguous uint8"):
-                call(i, given[i][:-1])
+    for i, value in enumerate(given if fused else given[:2]):
+        argument = operator._schema.arguments[i].name
+        named = f"^{argument} " if fused else ""
+        if isinstance(value, list):
+            refuse(i, [value[0], value[1][:-1], value[2]], ValueError, f"expected {len(value[1])} contiguous uint8")
+            refuse(i, [value[0], value[1].view(torch.int8), value[2]], ValueError, "payload is")
+        elif value is None and argument == "up":
+            refuse(i, torch.empty(210), ValueError, "up is None; allowed: all of")
+        elif not isinstance(value, torch.Tensor):
             continue
-        if not given[i].is_floating_point():
-            with pytest.raises(ValueError, match=f"^{argument} is torch.float64 .*; expected"):
-                call(i, given[i].double())
-            continue
-        with pytest.raises(TypeError, match=f"{argument} has dtype torch.float64; allowed: float"):
-            call(i, given[i].double())
-        wide = torch.stack([given[i], given[i]], -1)[..., 0]
-        with pytest.raises(ValueError, match=f"{argument} has shape .*contiguous"):
-            call(i, wide)
-    for i, argument in enumerate(given):
-        if argument is None and "Tensor" in schema[i] and "up" in schema[i].split()[-1]:
-            with pytest.raises(ValueError, match="up is None; allowed: all of"):
-                call(i, torch.empty(210))
-
-
-@pytest.mark.parametrize(("way", "index", "change", "message"), [
-    ("encode", 2, lambda scales: scales[:69], r"scales is torch.float32 \(1, 69\)"),
-    ("encode", 3, lambda offset: offset[:69], r"offset is torch.float32 \(69,\)"),
-    ("encode", 4, torch.Tensor.long, "order is torch.int64"),
-    ("encode", 5, lambda _: 70, "outliers is 70 of 70"),
-    ("encode", 6, lambda _: 9, "bits 9, .*allowed: .* 3 to 8"),
-    ("decode", 0, lambda payloads: payloads[:2], r"scales is torch.float32 \(3, 70\)"),
-    ("decode", 8, lambda _: 0, "divisor 0, payloads 3"),
-])  # fmt: skip
-def test_wrong_tables_of_features_are_refused(way: str, index: int, change: Any, message: str) -> None:
-    given = [*CASES[f"feature_int_{way}"]()]
-    given[index] = change(given[index])
-    with pytest.raises(ValueError, match=message):
-        getattr(torch.ops.lowbit, f"feature_int_{way}")(*given)
+        elif "payload" in argument:
+            refuse(i, value[:-1], ValueError, f"{named}.*expected {len(value)} contiguous uint8")
+            refuse(i, value.view(torch.int8), ValueError, f"{argument} is")
+        elif not value.is_floating_point():
+            refuse(i, value.double(), ValueError, f"{named}is torch.float64 .*; expected")
+        else:
+            refuse(i, value.double(), TypeError, r"dtype torch\.float64; allowed: float")
+            refuse(i, torch.stack([value, value], -1)[..., 0], ValueError, f"{named}.*contiguous")
+    refused(*rows)
 
 
 def test_wrong_settings_are_refused() -> None:
-    x, payload, operators = torch.randn(1, 1, 64), torch.zeros(64, dtype=torch.uint8), torch.ops.lowbit
-    for operator, arguments, message in (
-        (operators.tah_quant_encode, (x, payload, 63, 4, 3, 0.2, "tile", None), "tile is 63"),
-        (operators.tah_quant_encode, (x, payload, 64, 4, 5, 0.2, "tile", None), "low_bits is 5, high_bits 4"),
-        (operators.tah_quant_encode, (x, payload, 64, 4, 3, 0.2, "row", None), "allocation is 'row'"),
-        (operators.block_float8_encode, (x.view(-1), payload, "e3m4", 64, None, False),
+    x, payload, lowbit = torch.randn(1, 1, 64), torch.zeros(64, dtype=torch.uint8), torch.ops.lowbit
+    rows = [
+        (lowbit.tah_quant_encode, (x, payload, 63, 4, 3, 0.2, "tile", None), "tile is 63"),
+        (lowbit.tah_quant_encode, (x, payload, 64, 4, 5, 0.2, "tile", None), "low_bits is 5, high_bits 4"),
+        (lowbit.tah_quant_encode, (x, payload, 64, 4, 3, 0.2, "row", None), "allocation is 'row'"),
+        (lowbit.block_float8_encode, (x.view(-1), payload, "e3m4", 64, None, False),
          "format is 'e3m4', block 64; allowed: 'e4m3', 'e5m2'"),
-        (operators.gated_recompute, (payload, None, x, "tanh", 4, 64), "activation is 'tanh'; allowed: 'silu', 'gelu'"),
-        (operators.norm_recompute, (payload, None, None, x[0], torch.nan, False, 0.0, 4, 64),
+        (lowbit.gated_recompute, (payload, None, x, "tanh", 4, 64), "activation is 'tanh'; allowed: 'silu', 'gelu'"),
+        (lowbit.norm_recompute, (payload, None, None, x[0], torch.nan, False, 0.0, 4, 64),
          "eps is nan; allowed: finite"),
-        (operators.norm_recompute, (payload, None, None, x, 1e-6, False, 0.0, 4, 64),
+        (lowbit.norm_recompute, (payload, None, None, x, 1e-6, False, 0.0, 4, 64),
          r"shape \(1, 1, 64\); allowed: \(rows, channels\)"),
-        (operators.group_int_encode, (x.view(-1), payload, 9, 64, False, None), "bits is 9"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            operator(*arguments)
-
-
-def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="backend is 'tpu'; allowed: 'auto'"), kernels.backend("tpu"):
-        pass
+        (lowbit.group_int_encode, (x.view(-1), payload, 9, 64, False, None), "bits is 9"),
+        (kernels.backend("tpu").__enter__, (), "backend is 'tpu'; allowed: 'auto'"),
+    ]  # fmt: skip
+    for way, index, change, message in (
+        ("encode", 2, lambda scales: scales[:69], r"scales is torch.float32 \(1, 69\)"),
+        ("encode", 3, lambda offset: offset[:69], r"offset is torch.float32 \(69,\)"),
+        ("encode", 4, torch.Tensor.long, "order is torch.int64"),
+        ("encode", 5, lambda _: 70, "outliers is 70 of 70"),
+        ("encode", 6, lambda _: 9, "bits 9, .*allowed: .* 3 to 8"),
+        ("decode", 0, lambda payloads: payloads[:2], r"scales is torch.float32 \(3, 70\)"),
+        ("decode", 8, lambda _: 0, "divisor 0, payloads 3"),
+    ):
+        given = [*CASES[f"feature_int_{way}"]()]
+        given[index] = change(given[index])
+        rows.append((getattr(lowbit, f"feature_int_{way}"), given, message))
+    refused(*((partial(operator, *given), ValueError, message) for operator, given, message in rows))
 
 
 def test_a_missing_backend_is_said_once_or_refused(

@@ -1,6 +1,7 @@
 """The simulation of a step: orders of PyTorch, steps by hand, and every moment of a slow simulator."""
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from lowbit.simulate import Channel, Network, StageTimes, actions, actions_from, simulate
 from lowbit.simulate.predict import predicted_step
+from tests.refused import refused
 from tests.simulate.reference import seconds_of
 
 FREE = Channel()
@@ -18,11 +20,6 @@ def chain(ranks: int, forward: Channel = FREE, backward: Channel = FREE) -> Netw
     routes = {(rank, rank + 1): 2 * rank for rank in range(ranks - 1)}
     routes |= {(there, here): channel + 1 for (here, there), channel in routes.items()}
     return Network(channels=[forward, backward] * (ranks - 1), routes=routes)
-
-
-def everybody(ranks: int, channels: list[Channel], pick) -> Network:
-    pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    return Network(channels=channels, routes={pair: pick(len(channels)) for pair in pairs})
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
@@ -42,13 +39,6 @@ def test_one_slow_link_carries_everything_behind_the_first_forward():
     assert step.seconds == 1 + 4 * 5 + 1 + 4 * 2 + 2  # link, last forward, all backwards there, the last one here
     assert step.busy.tolist() == [20, 0]
     assert step.nbytes.tolist() == [20, 0]
-
-
-def test_latency_alone_is_paid_once_each_way_by_gpipe_and_in_the_sums():
-    network = chain(3, Channel(latency=10.0), Channel(latency=100.0))
-    step = simulate(actions("GPipe", ranks=3, microbatches=5), [TIMES] * 3, network)
-    # Ranks begin at 0, 10 and 100 (the longest latency, since rank 0 has no channel to rank 2).
-    assert step.seconds == 100 + 1 * 5 + 2 * 5 + 2 * 2 + 2 * 100
 
 
 def test_coding_takes_the_rank_on_a_cpu_and_delays_messages_on_a_gpu():
@@ -108,23 +98,20 @@ def test_every_moment_is_that_of_a_slow_simulator(schedule, ranks: int, seed: in
     channels = [
         Channel(bytes_per_second=10 ** draw.uniform(1, 4), latency=draw.random()) for _ in range(draw.randrange(1, 4))
     ]
-    network = everybody(ranks, channels, draw.randrange)
+    pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    network = Network(channels=channels, routes={pair: draw.randrange(len(channels)) for pair in pairs})
     step = simulate(order, stages, network, optimizer=0.3)
     seconds, spans = seconds_of(order, stages, network, 0.3)
     line = step.timeline
     assert {order.name(i): (line.begin[i], line.end[i]) for i in range(len(line.end))} == spans
     assert step.seconds == seconds
+    assert sum("F" in name for name in spans) == ranks * each * count
 
 
-def test_ranks_that_wait_for_each_other_are_named():
-    order = actions_from({0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F1", "1B1", "1F0", "1B0"]})
-    with pytest.raises(ValueError, match="wait for each other forever: rank 0 cannot begin 0B0, because rank 1 never"):
-        simulate(order, [TIMES] * 2, chain(2))
-
-
-@pytest.mark.parametrize(
-    ("order", "stages", "message"),
-    [
+def test_lists_that_are_no_step_and_wrong_numbers_are_refused():
+    order = actions("1F1B", ranks=2, microbatches=2)
+    waiting = actions_from({0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F1", "1B1", "1F0", "1B0"]})
+    lists = (
         ({0: ["0F0", "0B0"]}, 2, r"stages has 2 entries, and the actions have stages \[0\]"),
         ({0: ["0F0", "0B0", "0B1"]}, 1, "not one step; allowed: F once"),
         ({0: ["0F0", "0B0", "0W0"]}, 1, "not one step; allowed: F once"),
@@ -132,16 +119,13 @@ def test_ranks_that_wait_for_each_other_are_named():
         ({0: ["0B0", "0F0"]}, 1, "rank 0 has actions of stage 0, micro-batch 0, in an order that cannot run"),
         ({0: ["1F0", "0F0", "1B0", "0B0"]}, 2, "in an order that cannot run"),
         ({0: ["0F0", "0W0", "0I0"]}, 1, "in an order that cannot run"),
-    ],
-)
-def test_lists_that_are_no_step_are_refused(order, stages: int, message: str):
-    with pytest.raises(ValueError, match=message):
-        simulate(actions_from(order), [TIMES] * stages, chain(2))
-
-
-def test_wrong_numbers_are_refused():
-    order = actions("1F1B", ranks=2, microbatches=2)
-    for make, message in (
+    )
+    calls = (
+        *((partial(simulate, actions_from(names), [TIMES] * n, chain(2)), message) for names, n, message in lists),
+        (
+            lambda: simulate(waiting, [TIMES] * 2, chain(2)),
+            "wait for each other forever: rank 0 cannot begin 0B0, because rank 1 never",
+        ),
         (lambda: Channel(bytes_per_second=0), "bytes_per_second is 0"),
         (lambda: Channel(latency=-1), "latency is -1"),
         (lambda: StageTimes(forward=-1, backward=0), "forward is -1"),
@@ -151,25 +135,8 @@ def test_wrong_numbers_are_refused():
         (lambda: actions("GPipe", ranks=2, microbatches=0), "microbatches"),
         (lambda: actions("1F1B", ranks=0, microbatches=4), "ranks is 0"),
         (lambda: actions("2F2B", ranks=2, microbatches=4), "Unknown schedule name '2F2B'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "each", "kinds"),
-    [
-        ("GPipe", 1, "FB"), ("1F1B", 1, "FB"), ("Interleaved1F1B", 2, "FB"), ("LoopedBFS", 2, "FB"),
-        ("InterleavedZeroBubble", 2, "FBIW"),
-        ("ZBVZeroBubble", 2, "FBIW"), ("DualPipeV", 2, "FBIW"),
-    ],
-)  # fmt: skip
-def test_schedules_are_read_from_pytorch(schedule: str, each: int, kinds: str):
-    found = actions(schedule, ranks=2, stages_per_rank=each, microbatches=4)
-    names = [name for rank in range(2) for name in found.names(rank)]
-    assert {name.strip("0123456789") for name in names} <= set(kinds)
-    assert sum("F" in name for name in names) == 4 * 2 * each
-    assert len(set(names)) == len(names)
+    )
+    refused(*((call, ValueError, message) for call, message in calls))
 
 
 def test_each_end_codes_and_each_way_takes_its_own_bytes():

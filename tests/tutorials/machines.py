@@ -1,7 +1,6 @@
 """A machine of a tutorial: a shell on a host of a slow link, with a home folder of its own."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -46,13 +45,11 @@ class Machine:
                 host, ["bash", "--norc"], env=environment, cwd=home, stdin=subprocess.PIPE, stdout=log, stderr=log,
                 text=True, bufsize=1,
             )  # fmt: skip
-        self._typed = 0
         self._start = 0
 
     def type(self, commands: str) -> None:
         """Begin to run commands; what they print is `output`, from here on."""
         self._start = self.log.stat().st_size
-        self._typed += 1
         assert self._shell.stdin is not None
         self._shell.stdin.write(f"{commands}\necho {_DONE}$?\n")
 
@@ -80,18 +77,6 @@ class Machine:
         while not condition():
             assert time.monotonic() < deadline, f"after {seconds} s:\n{self.output}"
             time.sleep(0.1)
-
-    def interrupt(self) -> None:
-        """Ctrl-C: SIGINT to what the shell runs."""
-        for pid in _children(self._shell_pid()):
-            os.kill(pid, signal.SIGINT)
-
-    def _shell_pid(self) -> int:
-        return self._shell.pid  # nsenter executes the shell in its place
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _program(path: Path, text: str) -> None:

@@ -9,10 +9,12 @@ import pytest
 from lowbit.plan.cluster import Cluster
 from lowbit.train.metrics import read_metrics
 from lowbit_lab.network import SlowLink
-from tests.tutorials.machines import Machine
-from tests.tutorials.page import TUTORIALS, Shown, sections
+from tests.tutorials.machines import ROOT, Machine
 
-PAGE = "two-machines.md"
+PAGE = (ROOT / "docs" / "tutorials" / "two-machines.md").read_text(encoding="utf-8")
+COMMANDS = re.compile(
+    r"^\*\*(?:Machine|Both) (?P<machines>A|B|machines)\*\*[^\n]*\n\n```bash\n(?P<body>.*?)^```$", re.M | re.S
+)
 LIMIT = 20  # seconds of `run.timeout_seconds` here
 SMALLER = {
     "warmup_steps": 5,
@@ -50,7 +52,7 @@ def machines(link: SlowLink, tmp_path: Path) -> Machines:
 
 def test_all_steps_of_the_page(link: SlowLink, machines: Machines):
     """The link is cut as step 8 has it, and the losses are those of a run without a link."""
-    steps = {title.partition(".")[0]: blocks for title, blocks in sections(PAGE).items()}
+    steps = commands()
     a, b = machines["A"], machines["B"]
     for number in ("1", "2", "3"):
         follow(steps[number], machines)
@@ -67,9 +69,9 @@ def test_all_steps_of_the_page(link: SlowLink, machines: Machines):
     assert "boundary 0" in dry
 
     start_a, start_b = steps["7"][:2]
-    a.type(start_a.body)
+    a.type(start_a[1])
     a.wait_for(lambda: "waits up to" in a.output, 120)
-    b.type(start_b.body)
+    b.type(start_b[1])
     a.wait_for(lambda: newest(a) >= 10 or a.code is not None, 300)
     link.cut(1)
     for machine in machines.values():
@@ -95,8 +97,7 @@ def test_all_steps_of_the_page(link: SlowLink, machines: Machines):
 
 
 def test_what_the_page_says_when_it_does_not_work(link: SlowLink, machines: Machines):
-    page = (TUTORIALS / PAGE).read_text()
-    steps = {title.partition(".")[0]: blocks for title, blocks in sections(PAGE).items()}
+    steps = commands()
     for number in ("2", "3"):
         follow(steps[number], machines)
     for machine in machines.values():
@@ -107,11 +108,11 @@ def test_what_the_page_says_when_it_does_not_work(link: SlowLink, machines: Mach
     b.type("export LOWBIT_SECRET=another")
     b.wait(10)
     for text in fail(machines):
-        assert said("did not prove knowledge of this run's secret", page) in text
+        assert said("did not prove knowledge of this run's secret") in text
     b.type("export LOWBIT_SECRET=$(cat ~/lowbit-secret); echo more >> texts/reference.txt")
     b.wait(10)
     for text in fail(machines):
-        assert said("the ranks do not agree: text: ", page) in text
+        assert said("the ranks do not agree: text: ") in text
     a.type("scp -r texts 192.168.1.11:two-machines")
     a.wait(10)
 
@@ -120,18 +121,27 @@ def test_what_the_page_says_when_it_does_not_work(link: SlowLink, machines: Mach
     for ports, expected in (("29400", "did not meet all 2 ranks"), ("30000-65534", "did not connect to all 2 ranks")):
         firewall(f"rule add pref 10 iif {link.interface(0)} ipproto tcp dport {ports} blackhole")
         for text in fail(machines):
-            assert said(expected, page) in text
+            assert said(expected) in text
         firewall("rule del pref 10")
 
 
-def follow(blocks: list[Shown], machines: Machines) -> list[str]:
+def commands() -> dict[str, list[tuple[str, str]]]:
+    """The page's blocks of commands: on which machines ("A", "B" or "AB") and what, by the number of the step."""
+    _, *parts = re.split(r"^## ([^.\n]+).*$", PAGE, flags=re.M)
+    return {
+        number: [(found["machines"].replace("machines", "AB"), found["body"]) for found in COMMANDS.finditer(text)]
+        for number, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def follow(blocks: list[tuple[str, str]], machines: Machines) -> list[str]:
     """Type the commands; returns what each block printed. One that waits for the other machine goes on meanwhile."""
     printed: list[str] = []
     waiting: Machine | None = None
-    for block in (block for block in blocks if block.language == "bash"):
-        for name in block.machines:
-            machines[name].type(block.body)
-            if WAITS in block.body and waiting is None:
+    for names, body in blocks:
+        for name in names:
+            machines[name].type(body)
+            if WAITS in body and waiting is None:
                 waiting = machines[name]
                 continue
             text = machines[name].wait(300)
@@ -153,9 +163,9 @@ def fail(machines: Machines) -> list[str]:
     return texts
 
 
-def said(text: str, page: str) -> str:
+def said(text: str) -> str:
     """A text that the page shows."""
-    assert text in page
+    assert text in PAGE
     return text
 
 
