@@ -161,10 +161,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index a list": (with_index([]), "model.safetensors.index.json cannot be used: "),
     "index to elsewhere": (with_index({"weight_map": {"x": "../../secret"}}), "names of files in the same folder"),
     "a weight is missing": (weights(lambda w: w.pop("model.norm.weight")), "which has no weights model.norm.weight"),
-    "weights of another model": (
-        weights(lambda w: [w.update({f"encoder.{n}": w.pop(n)}) for n in sorted(w) if "layers" not in n]),
-        "which has no weights model.embed_tokens.weight",
-    ),
     "another shape": (
         weights(lambda w: w.update({EMBEDDING: torch.zeros(255, 32)})),
         "has shape (255, 32), config.json says (256, 32)",
