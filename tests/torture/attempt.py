@@ -31,50 +31,6 @@ from tests.torture.plan import Shape, Trial
 PAUSE = 0.03  # seconds in each forward pass of the first stage: a run should last long enough to be hit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """One `lowbit` command: words of its command line, and variables in addition to this process's own.
-
-    Attributes:
-        log: path of what it prints, without ".out" and ".err", to which it appends. The file that ends in ".started"
-            gets the id of each process that it starts with `python -m`.
-        nan: forward pass of the training that yields NaN, counted from 0; no second time where `nan_at` exists, which
-            then holds the time at which it was.
-    """
-
-    words: tuple[str, ...]
-    environment: dict[str, str]
-    host: int
-    log: Path
-    nan: int | None = None
-    nan_at: Path
-
-    def fork(self, link: SlowLink) -> int:
-        """Start it; returns its process id. It is a child of this process."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return os.fork() or _become_a_program(lambda: self._run(link))
-
-    def _run(self, link: SlowLink) -> None:
-        from lowbit.cli import main
-
-        os.setsid()
-        link.enter(self.host)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(os.open(f"{self.log}.out", flags, 0o644), 1)
-        os.dup2(os.open(f"{self.log}.err", flags, 0o644), 2)
-        os.closerange(3, 4096)
-        os.environ.update(self.environment)
-        _Forked.started = Path(f"{self.log}.started")
-        subprocess.Popen = _Forked
-        _slow_down(self.nan, self.nan_at)
-        sys.argv = ["lowbit", *self.words]
-        main()
-
-
 def _become_a_program(main: Callable[[], object]) -> NoReturn:
     """End as an interpreter ends that has run this."""
     code = 0
@@ -161,7 +117,11 @@ class End:
 
 
 class Attempt:
-    """All ranks of a run, on the hosts of a link; `words`: more of the command line."""
+    """All ranks of a run, on the hosts of a link; `words`: more of the command line.
+
+    `nan`: forward pass of a rank's training that yields NaN, counted from 0; no second time where the file `nan_at`
+    exists, which then holds the time at which it was.
+    """
 
     def __init__(self, shape: Shape, link: SlowLink, folder: Path, *, name: str, words: tuple[str, ...] = ()) -> None:
         self.shape, self.link, self.folder, self.name, self.words = shape, link, folder, name, words
@@ -178,7 +138,36 @@ class Attempt:
 
     def start_rank(self, rank: int) -> None:
         self.ends.pop(rank, None)
-        self.pids[rank] = self._command(rank).fork(self.link)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pids[rank] = os.fork() or _become_a_program(lambda: self._run(rank))
+
+    def _run(self, rank: int) -> None:
+        """Be the command of a rank. The file that ends in ".started" gets the id of each process that it starts."""
+        from lowbit.cli import main
+
+        os.setsid()
+        self.link.enter(self.shape.host(rank))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream, kind in enumerate(("out", "err"), start=1):
+            os.dup2(os.open(self._file(rank, kind), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
+        os.closerange(3, 4096)
+        local = self.shape.on_host
+        os.environ.update({
+            "RANK": str(rank), "WORLD_SIZE": str(self.shape.ranks), "LOCAL_RANK": str(rank % local),
+            "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": self.link.address(0),
+            # Not that of the attempt before, which may still be in use.
+            "MASTER_PORT": str(29400 + sum(self.name.encode()) % 100),
+            "LOWBIT_SECRET": "a secret of these trials", "OMP_NUM_THREADS": "1",
+        })  # fmt: skip
+        _Forked.started = self._file(rank, "started")
+        subprocess.Popen = _Forked
+        _slow_down(self.nan.get(rank), self.nan_at)
+        config, output = str(self.folder / "config.toml"), str(self.output(rank))
+        sys.argv = ["lowbit", "train", config, "--run.output", output, *self.words]
+        main()
 
     def output(self, rank: int) -> Path:
         return self.folder / f"host-{self.shape.host(rank)}" / "run"
@@ -242,29 +231,11 @@ class Attempt:
         return self._lines(rank, "err")
 
     def _lines(self, rank: int, kind: str) -> list[str]:
-        path = Path(f"{self._log(rank)}.{kind}")
+        path = self._file(rank, kind)
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
-    def _log(self, rank: int) -> Path:
-        return self.folder / f"{self.name}-rank-{rank}"
-
-    def _command(self, rank: int) -> Command:
-        shape, local = self.shape, self.shape.on_host
-        port = str(29400 + sum(self.name.encode()) % 100)  # not that of the attempt before, which may still be in use
-        return Command(
-            words=(
-                "train", str(self.folder / "config.toml"), "--run.output", str(self.output(rank)), *self.words,
-            ),
-            environment={
-                "RANK": str(rank), "WORLD_SIZE": str(shape.ranks), "LOCAL_RANK": str(rank % local),
-                "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": self.link.address(0), "MASTER_PORT": port,
-                "LOWBIT_SECRET": "a secret of these trials", "OMP_NUM_THREADS": "1",
-            },
-            host=shape.host(rank),
-            log=self._log(rank),
-            nan=self.nan.get(rank),
-            nan_at=self.nan_at,
-        )  # fmt: skip
+    def _file(self, rank: int, kind: str) -> Path:
+        return self.folder / f"{self.name}-rank-{rank}.{kind}"
 
 
 CUT_SECONDS = 40.0  # of a supervised run
@@ -283,7 +254,7 @@ class Fault:
         self.disk = attempt.output(trial.victim).parent
         self.silenced = {trial.victim} if self.kind in ("kill", "machine", "stop") else set()
         if self.kind == "gone":
-            self.silenced = {r for r in range(attempt.shape.ranks) if attempt.shape.host(r) == self.host}
+            self.silenced = attempt.shape.on(self.host)
         # None: for ever, or until the survivors have ended.
         self._seconds = _SECONDS.get(self.kind)
         if trial.supervised:

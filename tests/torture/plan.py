@@ -50,6 +50,10 @@ class Shape:
     def host(self, rank: int) -> int:
         return rank // self.on_host
 
+    def on(self, host: int) -> set[int]:
+        """The ranks of a host."""
+        return {rank for rank in range(self.ranks) if self.host(rank) == host}
+
     def config(self, folder: Path, *, rejoin: float = REJOIN) -> TrainConfig:
         """A run of about ten seconds whose codecs remember, with checkpoints and evaluations on the way."""
         remembers = "TransformQuant(step='{}')"
@@ -109,13 +113,12 @@ def plan(*, seed: int, trials: int, faults: Sequence[str], ranks: Sequence[int],
 
 def _trial(number: int, seed: int, fault: str, ranks: int, turn: int, supervised: bool) -> Trial:
     draw = random.Random(f"{seed}/{number}/{supervised}")
-    names = SHAPES_OF[ranks]
     at_start = draw.random() < _AT_START
     return Trial(
         number=number,
         seed=seed,
         fault=fault,
-        shape=names[turn % len(names)],
+        shape=SHAPES_OF[ranks][turn % len(SHAPES_OF[ranks])],
         supervised=supervised,
         step=None if at_start else draw.randint(0, STEPS),
         share=draw.random(),

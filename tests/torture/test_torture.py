@@ -17,7 +17,7 @@ def _plan(trials: int, *, supervised: bool, seed: int = 0) -> list[Trial]:
 
 
 @pytest.mark.parametrize("supervised", [False, True])
-def test_a_plan_spreads_faults_and_moments(supervised: bool):
+def test_a_plan_spreads_faults_and_moments_by_number_and_seed(supervised: bool):
     trials = _plan(108, supervised=supervised)
     assert {trial.fault for trial in trials} == set(FAULTS if supervised else PLAIN)
     assert {trial.shape for trial in trials} == set(SHAPES)
@@ -25,11 +25,7 @@ def test_a_plan_spreads_faults_and_moments(supervised: bool):
     assert 0.05 < sum(trial.step is None for trial in trials) / len(trials) < 0.3
     assert {trial.step for trial in trials} >= {0, STEPS}
     assert len({trial.name for trial in trials}) == len(trials)
-
-
-def test_a_trial_depends_on_its_number_and_the_seed():
-    assert _plan(9, supervised=True) == _plan(40, supervised=True)[:9]
-    assert _plan(9, supervised=True) != _plan(9, supervised=True, seed=1)
+    assert trials[:9] == _plan(9, supervised=supervised) != _plan(9, supervised=supervised, seed=1)
 
 
 def _broken(fault: str, tmp_path: Path, said: dict[int, str], after: dict[int, float]) -> Fault:
@@ -48,43 +44,30 @@ def _broken(fault: str, tmp_path: Path, said: dict[int, str], after: dict[int, f
     return found
 
 
-def _complaints(fault: Fault) -> list[str]:
-    return [each.partition(":")[0] for each in complaints(fault.attempt, fault, endings(fault.attempt, fault))]
-
-
 GOOD = "step 3 loss 5\nrank 0: error: rank 1 stopped answering\n"
+MINE = "rank 1: error: rank 0 stopped answering\n"
+FULL = "rank 1: error: rank 1: full\n"
 
 
 @pytest.mark.parametrize(
-    ("said", "after", "wrong"),
+    ("fault", "said", "after", "wrong"),
     [
-        (GOOD, 9.0, []),
-        (GOOD, LIMIT + 1, ["late"]),
-        (GOOD + "rank 0: error: and more\n", 9.0, ["words", "blame"]),
-        ("Traceback (most recent call last):\n" + GOOD, 9.0, ["noise"]),
-        ("rank 0: error: something failed\n", 9.0, ["blame"]),
-        ("", 9.0, ["words"]),
+        ("kill", {0: GOOD}, {0: 9.0}, []),
+        ("kill", {0: GOOD}, {0: LIMIT + 1}, ["late"]),
+        ("kill", {0: GOOD + "rank 0: error: and more\n"}, {0: 9.0}, ["words", "blame"]),
+        ("kill", {0: "Traceback (most recent call last):\n" + GOOD}, {0: 9.0}, ["noise"]),
+        ("kill", {0: "rank 0: error: something failed\n"}, {0: 9.0}, ["blame"]),
+        ("kill", {0: ""}, {0: 9.0}, ["words"]),
+        ("kill", {}, {}, ["hang"]),
+        ("stop20", {0: GOOD, 1: MINE}, {0: 9.0, 1: 30.0}, []),  # who was stopped has its own clock and cause
+        ("disk", {0: GOOD, 1: FULL}, {0: 2.0, 1: 1.0}, ["causes"]),  # ranks that hear each other say the same
+        ("disk", {0: "rank 0: error: rank 1 failed: OSError: full", 1: "error: full"}, {0: 2.0, 1: 1.0}, []),
     ],
 )
-def test_a_survivor_ends_in_time_with_one_clear_error(tmp_path: Path, said: str, after: float, wrong: list[str]):
-    assert _complaints(_broken("kill", tmp_path, {0: said}, {0: after})) == wrong
-
-
-def test_who_never_ends_hangs(tmp_path: Path):
-    assert _complaints(_broken("kill", tmp_path, {}, {})) == ["hang"]
-
-
-def test_who_was_stopped_has_its_own_clock_and_cause(tmp_path: Path):
-    mine = "rank 1: error: rank 0 stopped answering\n"
-    assert not _complaints(_broken("stop20", tmp_path, {0: GOOD, 1: mine}, {0: 9.0, 1: 30.0}))
-
-
-def test_ranks_that_hear_each_other_say_the_same(tmp_path: Path):
-    fault = _broken("disk", tmp_path, {0: GOOD, 1: "rank 1: error: rank 1: full\n"}, {0: 2.0, 1: 1.0})
-    assert _complaints(fault) == ["causes"]
-    ends = endings(fault.attempt, fault)
-    ends[0].errors, ends[1].errors = ["rank 1 failed: OSError: full"], ["full"]
-    assert not complaints(fault.attempt, fault, ends)
+def test_ranks_end_in_time_with_one_clear_error(tmp_path: Path, fault: str, said: Any, after: Any, wrong: list[str]):
+    broken = _broken(fault, tmp_path, said, after)
+    found = complaints(broken.attempt, broken, endings(broken.attempt, broken))
+    assert [each.partition(":")[0] for each in found] == wrong
 
 
 def test_who_waits_for_a_machine_says_how_to_go_on(tmp_path: Path):

@@ -150,7 +150,7 @@ def _about_causes(attempt: Attempt, fault: Fault, ends: list[Ending]) -> list[st
         ends = [end for end in ends if end.rank != fault.trial.victim]
     host = attempt.shape.host
     # Ranks hear each other through rank 0, which keeps the store: those without it find the cause each for itself.
-    hit = {r for r in range(attempt.shape.ranks) if host(r) == 1} if cut else set()
+    hit = attempt.shape.on(1) if cut else set()
     if fault.trial.victim == 0 and fault.trial.fault in ("kill", "stop", "stop20"):
         hit = {end.rank for end in ends}
     sides = [[e for e in ends if e.rank not in hit], *([e] for e in ends if e.rank in hit)]
@@ -158,14 +158,13 @@ def _about_causes(attempt: Attempt, fault: Fault, ends: list[Ending]) -> list[st
         causes = _causes(side)
         if len(causes) > 1:
             problems.append(f"causes: {len(causes)} different ones: {' | '.join(sorted(causes))[:300]}")
+        guilty = [f"rank {fault.trial.victim}"]
         if fault.trial.fault == "nan":
             guilty = ["nan", "inf"]
         elif cut:
-            guilty = [f"rank {r}" for r in range(attempt.shape.ranks) if host(r) != host(side[0].rank)]
+            guilty = [f"rank {rank}" for rank in sorted(attempt.shape.on(1 - host(side[0].rank)))]
         elif fault.trial.fault == "disk":  # which the ranks of a machine share
-            guilty = [f"rank {r}" for r in range(attempt.shape.ranks) if host(r) == host(fault.trial.victim)]
-        else:
-            guilty = [f"rank {fault.trial.victim}"]
+            guilty = [f"rank {rank}" for rank in sorted(attempt.shape.on(fault.host))]
         if blind := [c for c in causes if not any(re.search(rf"\b{g}\b", c) for g in guilty)]:
             problems.append(f"blame: {blind[0][:200]} (names none of {', '.join(guilty)})")
     return problems
@@ -251,8 +250,7 @@ def _run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
     disk = shape.host(trial.victim) if trial.fault == "disk" else None
     config = shape.config(_fresh(folder), rejoin=REJOIN_GONE if trial.fault == "gone" else REJOIN)
     with _stage(config, folder, disk=disk) as link:
-        words = SUPERVISE if trial.supervised else ()
-        attempt = Attempt(shape, link, folder, name="first", words=words)
+        attempt = Attempt(shape, link, folder, name="first", words=SUPERVISE if trial.supervised else ())
         if trial.fault == "nan":
             attempt.nan[trial.victim] = int(((trial.step or 0) % STEPS + trial.share) * MICROBATCHES)
         fault = Fault(trial, attempt)
@@ -331,20 +329,21 @@ def _await_moment(attempt: Attempt, trial: Trial, expected: Reference) -> None:
 def _judge(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
     """The run went on, or ended as it should and goes on when it is told to."""
     trial = outcome.trial
-    if trial.supervised and trial.fault != "gone":
+    if trial.fault == "gone":
+        if not outcome.finished:  # else the machine was no longer needed
+            outcome.wrong += gave_up(outcome.ends)
+            _go_on(attempt, SUPERVISE, expected, outcome)
+    elif trial.supervised:
         outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
         for rank in range(attempt.shape.ranks):
             end = attempt.ends.get(rank)
             if end is None or end.code:
                 outcome.wrong.append(f"supervised: rank {rank} {'hangs' if end is None else f'ended with {end.code}'}")
-    elif outcome.finished and trial.fault != "gone" and not fault.silenced:
+    elif outcome.finished and not fault.silenced:
         outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
-    elif trial.fault != "gone":
+    else:
         outcome.wrong += complaints(attempt, fault, outcome.ends)
         _go_on(attempt, RESUME, expected, outcome)
-    elif not outcome.finished:  # else the machine was no longer needed
-        outcome.wrong += gave_up(outcome.ends)
-        _go_on(attempt, SUPERVISE, expected, outcome)
 
 
 def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcome: Outcome) -> None:
@@ -360,8 +359,7 @@ def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcom
             wrong.append(f"rank {rank} ended with {end.code}: {' '.join(again.errors(rank)[-1:])[:300]}")
     summary = None if wrong else again.summary()
     wrong += expected.differences(again.curve(), summary)
-    outcome.wrong += [f"resume: {each}" for each in wrong]
-    outcome.wrong += lost(steps, summary)
+    outcome.wrong += [*(f"resume: {each}" for each in wrong), *lost(steps, summary)]
 
 
 _COLUMNS = (

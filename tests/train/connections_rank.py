@@ -1,4 +1,4 @@
-"""One rank of the runs of `test_connections`: `lowbit train` on machines that may forbid BBR."""
+"""One rank of the runs of `test_links`: `lowbit train` on machines that may forbid BBR."""
 
 import dataclasses
 from typing import Any

@@ -1,10 +1,10 @@
 import json
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -15,7 +15,6 @@ from lowbit.train import from_mapping, train
 from lowbit.train.answers import (
     BYTE_END,
     IGNORED,
-    Answers,
     TextPart,
     TextSample,
     encode,
@@ -29,6 +28,7 @@ from lowbit.train.model import build_model
 from lowbit.train.prepare import prepare
 from lowbit.train.pretrained import ByteTokenizer, FolderTokenizer
 from tests.processes import Ranks
+from tests.refused import refused
 from tests.train.runs import ONE, RESUME, again, answering, losses, tiny
 
 CHATML = (
@@ -46,6 +46,11 @@ def chat_tokenizer(folder: Path, template: str = CHATML) -> PreTrainedTokenizerB
     inner = FolderTokenizer(str(folder)).hugging_face()
     assert inner.eos_token_id == 3
     return inner
+
+
+def talk(*said: tuple[str, Any]) -> dict[str, Any]:
+    """A sample of messages, by role."""
+    return {"messages": [{"role": role, "content": content} for role, content in said]}
 
 
 def load(tmp_path: Path, lines: list[Any], **data: Any) -> Data:
@@ -106,8 +111,7 @@ def test_samples_in_one_window_do_not_see_each_other(tmp_path: Path, family: str
 
 def test_a_conversation_is_learned_where_the_assistant_speaks(tmp_path: Path):
     chat_tokenizer(tmp_path / "chat")
-    said = [("system", "s"), ("user", "u"), ("assistant", "A"), ("user", "v"), ("assistant", "B")]
-    line = {"messages": [{"role": role, "content": content} for role, content in said]}
+    line = talk(("system", "s"), ("user", "u"), ("assistant", "A"), ("user", "v"), ("assistant", "B"))
     data = load(tmp_path, [line], tokenizer=str(tmp_path / "chat"), sequence=80)
     inputs, targets = data.train.batch(torch.tensor([0]))
     rendered = b"<system>s\x03\n<user>u\x03\n<assistant>A\x03\n<user>v\x03\n<assistant>B\x03"
@@ -120,8 +124,7 @@ def test_a_template_that_rewrites_earlier_answers_teaches_the_last(tmp_path: Pat
     """As Qwen 3's does, which drops what the assistant thought."""
     rewriting = CHATML.replace("m['content']", "(m['content'] if loop.last else m['content'][-1:])")
     chat_tokenizer(tmp_path / "chat", rewriting)
-    said = [("user", "u"), ("assistant", "xA"), ("user", "v"), ("assistant", "yB")]
-    line = {"messages": [{"role": role, "content": content} for role, content in said]}
+    line = talk(("user", "u"), ("assistant", "xA"), ("user", "v"), ("assistant", "yB"))
     data = load(tmp_path, [line], tokenizer=str(tmp_path / "chat"), sequence=80)
     _, targets = data.train.batch(torch.tensor([0]))
     assert [i for i in targets[0].tolist() if i != IGNORED] == list(b"yB\x03")
@@ -160,76 +163,65 @@ def test_what_is_too_long_is_cut_and_said_with_numbers(tmp_path: Path):
     assert short.notes[0].startswith("samples of 99 bytes were not read: data.max_bytes is 80")
 
 
-ALLOWED = "allowed: an object with prompt and completion"
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("{", "line 2 is not JSON (Expecting"),
-        ("[1]", f"line 2 is [1]; {ALLOWED}"),
-        ('{"prompt": "a"}', f"line 2 has the fields prompt; {ALLOWED}"),
-        ('{"prompt": "a", "answer": "b", "completion": "c"}', "line 2 has the fields prompt, answer, completion; "),
-        ('{"prompt": "a", "answer": ""}', "line 2: answer is ''; allowed: text that is not empty"),
-        ('{"prompt": "a", "completion": 3}', "line 2: completion is 3; allowed: text that is not empty"),
-        ('{"prompt": null, "answer": "b"}', "line 2: prompt is None; allowed: text that is not empty"),
-        ('{"messages": []}', "line 2: messages is []; allowed: a list of messages"),
-        ('{"messages": [{"role": "user"}]}', "line 2: message 1 is {'role': 'user'}; allowed: an object with role and"),
-        ('{"messages": [{"role": "user", "content": "u"}]}', "line 2: the last of 1 messages is of role 'user'; all"),
-        (
-            '{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": " "}]}',
-            "line 2: message 2, of the assistant, is empty; allowed: text that is not empty",
-        ),
-        (
-            '{"messages": [{"role": "tool", "content": "T"}, {"role": "assistant", "content": "A"}]}',
-            "line 2: the chat template leaves out message 1, of role 'tool'; allowed: roles that the template knows",
-        ),
-        (
-            '{"messages": [{"role": "judge", "content": "T"}, {"role": "assistant", "content": "A"}]}',
-            "line 2: the chat template refuses the messages: unknown role judge",
-        ),
-    ],
+SAID = ("user", "u")
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('unknown role judge') }}{% endif %}"
+    "{% if m['role'] != 'tool' %}{{ m['role'] + m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
 )
-def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str, text: str):
-    strict = (
-        "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('unknown role judge') }}{% endif %}"
-        "{% if m['role'] != 'tool' %}{{ m['role'] + m['content'] }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
-    )
-    tokenizer = chat_tokenizer(tmp_path / "chat", strict)
-    path = tmp_path / "samples.jsonl"
-    path.write_text(f'{{"prompt": "a", "answer": "b"}}\n{line}\n')
-    with pytest.raises(ConfigError) as raised:
-        read_samples([path], limit=10**6, tokenizer=tokenizer)
-    assert str(raised.value).startswith(f"{path} {text}"), raised.value
-    assert "\n" not in str(raised.value)
 
 
-def test_messages_need_a_template(tmp_path: Path):
-    line = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "A"}]}
-    with pytest.raises(ConfigError, match="line 1 has messages, and the tokenizer has no chat template; allowed"):
-        load(tmp_path, [line])
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ConfigError, match=r"bad.jsonl line 1 is not UTF-8 \(byte 12\); allowed: an object"):
-        read_samples([path], limit=99, tokenizer=None)
+def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
+    tokenizer, path = chat_tokenizer(tmp_path / "chat", STRICT), tmp_path / "samples.jsonl"
+
+    def read(line: bytes, tokenizer: PreTrainedTokenizerBase | None = tokenizer) -> Any:
+        path.write_bytes(b'{"prompt": "a", "answer": "b"}\n' + line)
+        return read_samples([path], limit=10**6, tokenizer=tokenizer)
+
+    samples: list[tuple[Any, str]] = [
+        ([1], r"is \[1\]; allowed: an object with prompt and completion"),
+        ({"prompt": "a"}, "has the fields prompt; allowed: an object with prompt and completion"),
+        ({"prompt": "a", "answer": "b", "completion": "c"}, "has the fields prompt, answer, completion; "),
+        ({"prompt": "a", "answer": ""}, ".* answer is ''; allowed: text that is not empty"),
+        ({"prompt": "a", "completion": 3}, ".* completion is 3; allowed: text that is not empty"),
+        ({"prompt": None, "answer": "b"}, ".* prompt is None; allowed: text that is not empty"),
+        (talk(), r".* messages is \[\]; allowed: a list of messages"),
+        ({"messages": [{"role": "user"}]}, ".* message 1 is {'role': 'user'}; allowed: an object with role and"),
+        (talk(SAID), ".* the last of 1 messages is of role 'user'; all"),
+        (talk(SAID, ("assistant", " ")), ".* message 2, of the assistant, is empty; allowed: text that is not empty"),
+        (talk(("tool", "T"), ("assistant", "A")), ".* leaves out message 1, of role 'tool'; allowed: roles that the"),
+        (talk(("judge", "T"), ("assistant", "A")), ".* refuses the messages: unknown role judge"),
+    ]
+    where = f"^{path} line 2:? ?"
+    texts = refused(
+        *((partial(read, json.dumps(sample).encode()), ConfigError, where + text) for sample, text in samples),
+        (partial(read, b"{"), ConfigError, f"{where}is not JSON .Expecting"),
+        (partial(read, b'{"prompt": "\xff"}'), ConfigError, rf"{where}is not UTF-8 \(byte 12\); allowed: an object"),
+        (
+            partial(read, json.dumps(talk(SAID, ("assistant", "A"))).encode(), None), ConfigError,
+            f"{where}has messages, and the tokenizer has no chat template; allowed",
+        ),
+    )  # fmt: skip
+    assert not any("\n" in text for text in texts)
 
 
 def test_settings_that_contradict_each_other_and_files_taken_as_text(tmp_path: Path):
-    with pytest.raises(ConfigError, match="data.format is jsonl and data.text is empty; allowed: files in data.text"):
-        from_mapping({"data": {"format": "jsonl"}})
-    with pytest.raises(ConfigError, match="has 1 samples to train on, 1 windows of 16 tokens; allowed: at most"):
-        load(tmp_path, [{"prompt": "a", "answer": "b"}], batch=2)
-    with pytest.raises(ConfigError, match="data.held_out has no sample to evaluate on"):
-        load(tmp_path, [{"prompt": "a" * 9, "answer": "b"}], sequence=9, held_out=(str(tmp_path / "samples.jsonl"),))
+    sample, held_out = {"prompt": "a" * 9, "answer": "b"}, (str(tmp_path / "samples.jsonl"),)
+    refused(
+        (lambda: from_mapping({"data": {"format": "jsonl"}}), ConfigError, "jsonl and data.text is empty; allowed: f"),
+        (lambda: load(tmp_path, [sample], batch=2), ConfigError, "has 1 samples to train on, 1 windows of 16 tokens"),
+        (lambda: load(tmp_path, [sample], sequence=9, held_out=held_out), ConfigError, "data.held_out has no sample"),
+    )
     raw = load(tmp_path, [{"prompt": "a" * 90, "answer": "b"}], format="text")
     assert "data.format is text" in raw.notes[0]
+    first, second = (load(tmp_path, [{"prompt": "a", "answer": x}]) for x in "bc")
+    assert first.fingerprint() != second.fingerprint()
 
 
 def test_every_token_counts_the_same_in_any_micro_batch_and_replica(ranks: Ranks, tmp_path: Path):
     """Windows hold other numbers of answers' tokens; a mean of means would weigh them differently."""
     config = answering(tmp_path, data={"packing": False})
-    data, counts = load_data(config.data), set()
+    data = load_data(config.data)
     model = build_model(config.model, vocab=256, sequence=24, seed=0)
     ids = Order(samples=len(data.train), batch=8, seed=0).ids(0)
     inputs, targets = data.train.batch(ids)
@@ -251,9 +243,8 @@ def test_packed_samples_train_alike_on_any_layout(
 ):
     pipeline = {"schedule": schedule, "stages_per_rank": per_rank, "microbatches": 4}
     config = answering(tmp_path, model={"family": family}, pipeline=pipeline, data={"batch": 4})
-    alone = losses(again(config, pipeline=ONE | {"stages_per_rank": 1}))
-    outcome = ranks.run(losses, config)
-    assert outcome == [pytest.approx(alone, rel=1e-6)] * 2
+    alone = losses(again(config, pipeline=ONE))
+    assert ranks.run(losses, config) == [pytest.approx(alone, rel=1e-6)] * 2
 
 
 @pytest.mark.slow
@@ -290,17 +281,9 @@ def test_exact_match_is_what_greedy_decoding_writes(ranks: Ranks, tmp_path: Path
 def test_a_resume_knows_its_samples(tmp_path: Path):
     config = answering(tmp_path, pipeline=ONE, run={"checkpoint_every": 1, "steps": 2})
     train(config)
-    resumed: dict[str, Any] = RESUME
-    longer = again(config, run=resumed | {"steps": 3, "allow_change": ["run.steps"]})
+    longer = again(config, run=RESUME | {"steps": 3, "allow_change": ["run.steps"]})
     summary = train(longer)
     assert (summary.steps_here, summary.exact_match_before) == (1, 0.0)
     for data, key in [({"packing": False}, "data.packing was True and is False now"), ({"format": "text"}, "data.for")]:
         with pytest.raises(ConfigError, match=key):
             prepare(again(longer, data=data), ranks=1)
-
-
-def test_answers_are_arrays_that_a_fingerprint_covers(tmp_path: Path):
-    first, second = (load(tmp_path, [{"prompt": "a", "answer": x}]) for x in "bc")
-    assert first.fingerprint() != second.fingerprint()
-    assert isinstance(first.train, Answers)
-    assert all(isinstance(array, np.ndarray) for array in first.train.arrays)

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.codecs import parse
@@ -19,10 +20,9 @@ from lowbit.train.trainer import Trainer
 from lowbit.wire.messages import Messages
 from tests.damage import on_the_way
 from tests.processes import Failure, Ranks
-from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
+from tests.train.runs import LIMIT, ONE, RESUME, again, curve, losses, tiny
 from tests.train.test_gradients import stops_after, weights
 
-ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "layers": ()}
 THREE = {"ranks": 3, "layers": (1, 2, 1)}
 
 
@@ -34,24 +34,19 @@ def _handed_over(config: TrainConfig) -> tuple[int, Work, int]:
     """Bytes that this rank hands to its process groups in a step, beside those of stages; what is counted of them; and
     different tokens of the step."""
     trainer, sent = Trainer(prepare(config, ranks=2)), []
+    reduce, send = dist.all_reduce, Messages.send
 
-    def counting(function: Any) -> Any:
-        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            sent.append(tensor.nbytes)
-            return function(tensor, *args, **kwargs)
-
-        return counted
-
-    trainer.step(0)
-    send = Messages.send
+    def counted_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return reduce(tensor, *args, **kwargs)
 
     def counted_send(self: Messages, *args: Any, **kwargs: Any) -> Any:
         message = send(self, *args, **kwargs)
         sent.append(message.message.nbytes)
         return message
 
-    reducing = mock.patch.object(dist, "all_reduce", counting(dist.all_reduce))
-    with mock.patch.object(Messages, "send", counted_send), reducing:
+    trainer.step(0)
+    with mock.patch.object(Messages, "send", counted_send), mock.patch.object(dist, "all_reduce", counted_reduce):
         trainer.step(1)
     dist.barrier()  # a rank that ends would take its message along
     inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(1))
@@ -72,21 +67,21 @@ def test_only_rows_of_the_tokens_that_occur_cross(ranks: Ranks, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("family", "sections"),
+    ("family", "pipeline"),
     [
-        ("gpt2", {"pipeline": THREE}),
-        ("qwen3", {"pipeline": {"data_parallel": 2, "microbatches": 2}, "gradients": {"all_reduce": "fp32"}}),
-        ("llama", {"pipeline": {"warmup_steps": 4, "tied_rows": "bf16"}}),
-        ("mistral", {"pipeline": {"boundary": "stock-fp32", "tied_rows": "bf16"}}),
+        ("gpt2", THREE),
+        ("qwen3", {"data_parallel": 2, "microbatches": 2}),
+        ("llama", {"warmup_steps": 4, "tied_rows": "bf16"}),
+        ("mistral", {"boundary": "stock-fp32", "tied_rows": "bf16"}),
     ],
 )
 def test_rows_in_float32_are_the_training_of_a_single_process(
-    ranks: Ranks, tmp_path: Path, family: str, sections: dict[str, Any]
+    ranks: Ranks, tmp_path: Path, family: str, pipeline: dict[str, Any]
 ):
     """Rows that no text holds decay as well, which the saved weights show."""
-    model = {"family": family, "tied": True}
-    config = tied(tmp_path, model=model, run={"steps": 4, "save_model": True}, **sections)
-    alone = again(config, pipeline=ONE | {"data_parallel": 1, "boundary": "lowbit", "microbatches": 4})
+    run, gradients = {"steps": 4, "save_model": True}, {"all_reduce": "fp32"}
+    config = tied(tmp_path, model={"family": family, "tied": True}, run=run, pipeline=pipeline, gradients=gradients)
+    alone = again(config, pipeline=ONE | {"boundary": "lowbit", "microbatches": 4})
     expected, whole = losses(alone), _saved(alone)
     for outcome in ranks.run(losses, config, ranks=config.ranks, timeout=LIMIT):
         assert outcome == pytest.approx(expected, rel=2e-5)
@@ -97,8 +92,6 @@ def test_rows_in_float32_are_the_training_of_a_single_process(
 
 
 def _saved(config: TrainConfig) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(Path(config.run.output) / "model" / "model.safetensors")
 
 
@@ -201,13 +194,13 @@ def _damaged(config: TrainConfig, sender: int) -> None:
         train(config)
 
 
-@pytest.mark.parametrize(("sender", "about"), [(0, "gradients"), (1, "weights")])
-def test_damaged_rows_are_noticed(ranks: Ranks, tmp_path: Path, sender: int, about: str):
+def test_damaged_rows_are_noticed(ranks: Ranks, tmp_path: Path):
     config = tied(tmp_path, run={"timeout_seconds": 10})
-    outcomes = ranks.outcomes(_damaged, config, sender, timeout=LIMIT)
-    expected = f"tied embedding, {about}, number 0: the message from rank {sender} is damaged"
-    assert expected in outcomes[1 - sender].text, outcomes[1 - sender]
-    assert isinstance(outcomes[sender], Failure)
+    for sender, about in enumerate(("gradients", "weights")):
+        outcomes = ranks.outcomes(_damaged, config, sender, timeout=LIMIT)
+        expected = f"tied embedding, {about}, number 0: the message from rank {sender} is damaged"
+        assert expected in outcomes[1 - sender].text, outcomes[1 - sender]
+        assert isinstance(outcomes[sender], Failure)
 
 
 def test_a_resume_compares_the_format(tmp_path: Path):
