@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Products as small as the tests' take longer with more threads, and much longer while other tests compute."""
+    """As ranks have it: bits may depend on threads, and several wait for cores on which other tests compute."""
     torch.set_num_threads(1)
 
 

@@ -25,7 +25,6 @@ from tests.damage import Flip, on_the_way
 from tests.lab.evaluate.models import TEXT
 from tests.processes import Failure, Ranks, on_ranks
 from tests.refused import refused
-from tests.tensor_parallel.models import one_thread
 
 LAYERS, WIDTH, PROMPT, NEW = 4, 64, 24, 20
 SIZES: dict[str, Any] = {
@@ -44,8 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, (model_type, config) in FAMILIES.items():
         torch.manual_seed(0)
         model = model_type(config(**SIZES, tie_word_embeddings=name == "qwen3"))
-        with one_thread():
-            train(model, 100 if name == "llama" else 20)
+        train(model, 100 if name == "llama" else 20)
         model.save_pretrained(folder / name)
     return {name: str(folder / name) for name in FAMILIES}
 

@@ -47,7 +47,6 @@ from tests.integrations.test_transformers import (
 )
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused
-from tests.tensor_parallel.models import one_thread
 
 ALWAYS, NEVER = SumSettings(small=0), SumSettings(small=1 << 60)
 PAGES = ContinuousBatchingConfig(page_size=32, num_blocks=8, max_batch_tokens=64)  # its default takes all memory
@@ -69,16 +68,15 @@ WAYS: dict[str, dict[str, Any]] = {
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A trained model whose heads four ranks can share, calibrations of it for 2 and 4 ranks, and one of another."""
     path = tmp_path_factory.mktemp("model")
-    with one_thread():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 4}))
-        train(model)
-        model.eval().save_pretrained(path)
-        for ranks in (2, 4):
-            calibrate(model, prompts()["input_ids"], ranks=ranks).save(path / f"tp{ranks}")
-        for weight in model.parameters():
-            weight.data.add_(0.01)
-        calibrate(model, prompts()["input_ids"], ranks=2).save(path / "other")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 4}))
+    train(model)
+    model.eval().save_pretrained(path)
+    for ranks in (2, 4):
+        calibrate(model, prompts()["input_ids"], ranks=ranks).save(path / f"tp{ranks}")
+    for weight in model.parameters():
+        weight.data.add_(0.01)
+    calibrate(model, prompts()["input_ids"], ranks=2).save(path / "other")
     return str(path)
 
 

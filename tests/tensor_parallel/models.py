@@ -1,8 +1,6 @@
 """Tiny models for tensor-parallel tests: a toy with a plan of its own, and a Llama."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -111,15 +109,6 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         output = model(tokens)
     return output if isinstance(output, Tensor) else output.logits
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """As the ranks have it: matrix products may depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on_a_rank(model: Any, calibration: Calibration | str) -> dict[str, Any]:
