@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from lowbit.train.config import AUTO, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit_lab.bench.runs import (
     MANY_STAGES,
     PROGRAM,
@@ -28,9 +28,9 @@ from lowbit_lab.bench.runs import (
     as_mapping,
     check_recipes,
     check_samples,
+    merged,
     reached,
     recipe,
-    step,
 )
 from lowbit_lab.bench.settings import LINK, Device, Links, Names, check_constant, formats_of, link_name
 from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
@@ -78,6 +78,8 @@ class RaceBenchmark:
     """Batches of held-out text in each evaluation."""
 
     def __post_init__(self) -> None:
+        if AUTO in self.boundaries:  # it would choose for the link without a limit, over which runs are opened
+            raise ConfigError(f"boundaries has {AUTO!r}; allowed: other formats, or `lowbit bench pipeline`")
         check_recipes(self, self.pipeline)
         check_samples(self)
         check_constant("links", self.links)
@@ -167,7 +169,8 @@ class Racer:
 
     def advance(self) -> None:
         """Train until the next evaluation is due."""
-        self.steps += step(self._ranks, self._name, self._turns[(len(self.curve) - 1) % len(self._turns)])
+        count = self._turns[(len(self.curve) - 1) % len(self._turns)]
+        self.steps += merged(self._ranks.ask("steps", name=self._name, count=count))
         self.state_bytes = sum(self._ranks.ask("state_bytes", name=self._name))
 
     def evaluate(self) -> None:

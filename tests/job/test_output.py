@@ -145,6 +145,31 @@ def test_runs_of_several_ranks_wait_for_no_reader(monkeypatch: pytest.MonkeyPatc
     assert seen == [True, True, False, False]
 
 
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_ends_well(tmp_path: Path):
+    """All ranks wait for one that waits for a reader: the pipe is full before the run begins."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    filled = os.write(writer, b"." * (1 << 20))
+    os.set_blocking(writer, True)
+    sizes = {"model.dim": 16, "model.layers": 2, "model.heads": 2, "data.sequence": 16, "data.batch": 4}
+    run = {"run.steps": 4, "run.timeout_seconds": 60, "run.output": tmp_path / "run", "run.tensorboard": "false"}
+    options = [word for key, value in (sizes | run).items() for word in (f"--{key}", str(value))]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lowbit", "train", "--ranks", "2", *options], stdout=writer, stderr=writer
+    )
+    os.close(writer)
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "run" / "summary.json").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with os.fdopen(reader, "rb") as read:
+        text = read.read()[filled:].decode()
+    assert process.wait(60) == 0, text
+    assert "step 4/4" in text
+
+
 def test_what_is_written_just_before_the_end_arrives(monkeypatch: pytest.MonkeyPatch):
     """The reading thread may sleep from the end of a wait in vain until the end of the block."""
     waited, closing = threading.Event(), threading.Event()

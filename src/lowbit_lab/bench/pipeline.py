@@ -21,6 +21,7 @@ from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import AUTO, DataConfig, ModelConfig, PipelineConfig
 from lowbit.wire.connections import MOST_CONNECTIONS
+from lowbit.wire.tags import PIPELINES
 from lowbit_lab.bench.runs import (
     MANY_STAGES,
     PROGRAM,
@@ -72,7 +73,7 @@ class PipelineBenchmark:
     tile), tah-quant-published-token that of its v1 (bits by token). auto: what a run chooses for each link."""
     backward: str = ""
     """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
-    format. fp32, bf16 and fp16 are used both ways."""
+    format. fp32, bf16 and fp16 are used both ways, and auto chooses both."""
     model: ModelConfig = THIN_MODEL
     """Model to train."""
     data: DataConfig = DataConfig(batch=32, sequence=128)
@@ -117,6 +118,12 @@ class PipelineBenchmark:
                 if value not in allowed:
                     named = ", ".join(map(str, allowed))
                     raise ConfigError(f"compute is {self.compute}, {name} is {value}; allowed: {named}, or compute 0ms")
+        coded = [boundary for boundary in self.boundaries if boundary not in STOCK]
+        opened = len(coded) + (AUTO in coded) * (len(self.links) - 1)  # auto opens another pipeline on each link
+        if (count := len(self.pipelines) * len(self.connections) * opened) > PIPELINES.members:
+            raise ConfigError(
+                f"boundaries, splits, connections and links take {count} pipelines; allowed: {PIPELINES.members}"
+            )
         check_samples(self)
         for pipeline in self.pipelines:
             check_recipes(self, pipeline)
@@ -163,11 +170,10 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
                 every.append({"name": name})
             turn = {"count": settings.steps, "evaluate": settings.evaluations > 0}
             before = ("choose", {"runs": choosing}) if choosing else None
-            return [
-                Phase(
-                    name="train", order="turn", contenders=every, arguments=turn, rounds=settings.rounds, before=before
-                )
-            ]
+            phase = Phase(
+                name="train", order="turn", contenders=every, arguments=turn, rounds=settings.rounds, before=before
+            )
+            return [phase]
 
         for taken in take_turns(PROGRAM, [settings.pipeline.ranks], settings.links, prepare):
             yield rows_of(settings, taken)

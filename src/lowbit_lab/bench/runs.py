@@ -40,7 +40,7 @@ from lowbit.train.prepare import Prepared, prepare
 from lowbit.train.trainer import Trainer
 from lowbit.wire.messages import gather_json
 from lowbit_lab.bench.settings import STOCK, check_shape, formats_of
-from lowbit_lab.bench.workers import TIMEOUT_SECONDS, Workers, report_progress, serve
+from lowbit_lab.bench.workers import TIMEOUT_SECONDS, report_progress, serve
 
 PROGRAM = "lowbit_lab.bench.runs"
 """The module of the ranks."""
@@ -112,11 +112,6 @@ def recipe(
 def as_mapping(config: TrainConfig) -> dict[str, Any]:
     """Convert the settings of a run to an argument of an order."""
     return json.loads(config.to_json())
-
-
-def step(ranks: Workers, name: str, count: int) -> list[dict[str, Any]]:
-    """Advance a run; return metrics of each step over all ranks, with the time of the slowest."""
-    return merged(ranks.ask("steps", name=name, count=count))
 
 
 def merged(answers: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

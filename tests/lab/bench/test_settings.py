@@ -23,6 +23,7 @@ AUTO = "TransformQuant(bits='auto')"
 PIPELINE = PipelineBenchmark(boundaries=("stock-fp32", "tah-quant"), model=ModelConfig(dim=64, layers=8, heads=2))
 SPECTRUM = SpectrumBenchmark(checkpoint="a", text="b")
 SUMS = TensorParallelBenchmark(ranks=(2,), model=ModelConfig(dim=64, layers=1, heads=2, ffn=64))
+MANY = tuple(f"{rate}mbit" for rate in range(1, 33))
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (PIPELINE, {"pipeline": {"ranks": 1}}, "pipeline.ranks is 1; allowed: at least 2"),
     (PIPELINE, {"pipeline": {"forward": "int4"}}, "pipeline.forward is .*; allowed: formats, in `boundaries`"),
@@ -37,6 +38,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (PIPELINE, {"backward": "TransformQuant(bits=0.1)"}, "'tah-quant': bits is 0.1, .* allowed: at least"),
     (PIPELINE, {"model": {"dim": 64, "layers": 7, "heads": 2}}, "8 stages"),
     (PIPELINE, {"model": {"dim": 63}}, "model.dim is 63"),
+    (PIPELINE, {"boundaries": ("fp32", "auto"), "links": MANY}, "take 33 pipelines; allowed: 32"),
+    (RaceBenchmark, {"boundaries": ("auto",)}, "boundaries has 'auto'; allowed: other formats"),
     (PIPELINE, {"device": "gpu"}, "device is 'gpu'; allowed: cpu, cuda"),
     (PIPELINE, {"device": "cuda"}, "boundaries has 'stock-fp32'; PyTorch's own stage cannot use Gloo"),
     (PipelineBenchmark, {"compute": "50ms", "evaluations": 1}, "compute is 50ms, evaluations is 1; allowed: 0, or "),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, loop, run, train
 from lowbit.train.checkpoints import resume
+from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.checkpoints.search import Search
 from lowbit.train.metrics import read_summary
 from tests.processes import Ranks
@@ -267,3 +268,18 @@ def test_a_resume_without_a_checkpoint_is_an_error_unless_it_is_auto(
     beginning = again(config, pipeline=ONE, run={"resume": "auto"})
     assert train(beginning).steps_here == 1
     assert f"no checkpoint in {tmp_path}/run/checkpoints: starting with step 0" in caplog.text
+
+
+def test_a_broken_newest_step_costs_no_more_than_itself(tmp_path: Path):
+    config = tiny(tmp_path, pipeline=ONE, run={"steps": 6, "checkpoint_every": 2})
+    train(whole := again(config, run={"output": str(tmp_path / "whole")}))
+    part(config, 5)
+    folder = Path(config.run.output) / "checkpoints"
+    assert newest_step(folder) == 4
+    file = folder / "step-00000004" / "rank-0" / "tensors.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    lines = part(again(config, run=RESUME), 100)
+    assert any("step-00000004 is skipped: rank-0 has a tensors.safetensors that was ch" in line for line in lines)
+    assert curve(config) == curve(whole)

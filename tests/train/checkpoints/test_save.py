@@ -1,13 +1,16 @@
 import contextlib
 import os
 import shutil
+import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from lowbit.train.checkpoints import save as saving
 from lowbit.train.checkpoints import search
@@ -205,6 +208,25 @@ def test_a_full_disk_ends_all_ranks_with_one_line_and_costs_no_older_step(ranks:
         )
     assert shares(tmp_path) == [f"step-0000000{s}/rank-{r}" for s in (2, 4) for r in (0, 1)]
     assert ranks.run(newest, tmp_path)[0][0].step == 4
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path, alone: None):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        save(small, [2])
+        big = {"model/a": torch.zeros(1 << 16)}
+        with pytest.raises(saving.TransientError, match=r"step 4, .*: No space left on device"):
+            Checkpoints(small, rank=0, keep=2).save(4, big, run_manifest(1))
+        assert shares(small) == ["step-00000002/rank-0"]
+        saved, _ = newest(small)
+        assert saved is not None
+        assert load_file(small / "checkpoints" / step_name(2) / "rank-0" / TENSORS)["model/a"][0, 0] == 2
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
 
 
 def _slow_together(seconds: float) -> list[int]:

@@ -18,7 +18,7 @@ def group_int_layout(numel: int, bits: int, group: int, symmetric: bool) -> Layo
     """Payload of `encode` (see `lowbit.codecs.GroupInt` for the meaning of the sections)."""
     groups = ceil_div(numel, group)
     mids = 0 if symmetric else 2 * groups
-    return Layout.of(scales=2 * groups, mids=mids, codes=ceil_div(numel, 8) * bits)
+    return Layout.of(scales=2 * groups, mids=mids, codes=ceil_div(numel, 8) * bits)  # whole bytes
 
 
 def check_settings(bits: int, group: int) -> None:
