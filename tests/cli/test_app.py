@@ -84,7 +84,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     text.write_text("some text. " * 1000)
     words = ["train", "--dry-run", "--run.output", str(tmp_path / "run"), "--data.text", str(text)]
     words += ["--data.sequence", "32", "--ranks", "4", "--activations.bits", "4,4,4,16", "--model.tied"]
-    result = invoke(*words, columns=200)
+    result = invoke(*words, "--pipeline.forward", "transform", columns=200)
     assert result.exit_code == 0, result.output
     assert from_mapping(tomllib.loads(result.stdout.partition("\n\nranks ")[0])).pipeline.ranks == 4
     shown = " ".join(result.stdout.split())
@@ -102,7 +102,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     ):
         assert part in shown
     assert not [path for path in (tmp_path / "run").rglob("*") if path.name != "cache"]
-    chosen = " ".join(invoke(*words, "--pipeline.forward", "auto", columns=200).stdout.split())
+    chosen = " ".join(invoke(*words, columns=200).stdout.split())
     assert "each boundary the most exact of these that does not make its link the bottleneck" in chosen
     assert "format 0 forward Cast(dtype=torch.bfloat16), 16.00 bits per element" in chosen
     assert "format 3 forward TransformQuant(step='token'), 3.48 bits per element" in chosen

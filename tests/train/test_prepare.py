@@ -78,12 +78,12 @@ WRONG: list[tuple[dict[str, dict[str, Any]], str]] = [
         ({"pipeline": values}, "allowed with auto: auto alone in forward, auto or nothing in backward")
         for values in (
             {"forward": ["auto", "int4", "int4"]}, {"backward": "auto"}, {"forward": "auto", "backward": "int8"},
-            {"forward": "auto", "boundary": "stock-fp32"}, {"forward": ["auto", "auto", "auto"]},
+            {"forward": ["auto", "auto", "auto"]},
         )
     ),
     (
         {"pipeline": {"forward": "auto"}, "elastic": {"lighthouse": "http://x:1", "name": "a"}},
-        "forward is auto; allowed with elastic.lighthouse: names",
+        "forward is auto, the default; allowed with elastic.lighthouse: formats by name",
     ),
     *(
         ({"pipeline": {"warmup_steps": 4, "forward": f"TransformQuant(bits='auto', nats={n})"}}, "pipeline.forward: ")

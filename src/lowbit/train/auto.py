@@ -38,7 +38,7 @@ _RARELY = 10  # times as long, where formats with more bits do not exist: steps 
 _LOOK_SHARE, _SOONER_SHARE = 1 / 20, 1 / 8  # most of the time that looks may take: these, and those after a change
 _OTHER_RATE = 1.5  # factor by which a link must differ from the last choice's for another choice without a change
 _FRESH = 3  # steps after such a look whose durations count: those before may be of the old rate
-_AS_FAST = 1.03  # relative to the fastest: the most exact formats up to this duration are taken
+_AS_FAST = 1.01  # relative to the fastest: the most exact formats up to this duration are taken
 _KEEP = 1.10  # relative to the fastest: present formats with more bits than the best stay up to this duration
 _SLOWER = 1.35  # more bits must also do on links that are slower by this, so that formats do not follow a wobble
 
@@ -245,8 +245,7 @@ class Auto:
     """
 
     def __init__(self, trainer: "Trainer") -> None:
-        self._trainer, self._config = trainer, trainer.config
-        self._layout = trainer.layout
+        self._trainer, self._config, self._layout = trainer, trainer.config, trainer.layout
         self.choice: FormatChoice | None = None
         shape = (self._config.rows, self._config.data.sequence, trainer.pipeline.width)
         self._formats = usable(AUTO_FORMATS, shape)
@@ -257,7 +256,9 @@ class Auto:
             speeds = (coding_speed(codec, shape, device, seconds=0.0) for codec in parse_pair(text))
             return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
 
-        self._coding = together(lambda: {text: coding(text) for text in self._sizes}, trainer.side)[trainer.rank]
+        linked = self._linked = any(map(self._layout.crosses, range(self._layout.stages - 1)))
+        speeds = together(lambda: {text: coding(text) for text in self._sizes if linked}, trainer.side)
+        self._coding = speeds[trainer.rank]
         # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
         self._own: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
         self._watch = Watch()
@@ -290,7 +291,7 @@ class Auto:
                 self._own.clear()
             self._own.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
         if self.choice is None:
-            if not any(map(self._layout.crosses, range(self._layout.stages - 1))):
+            if not self._linked:
                 return False
             left = max(_FIRST - self._count, self._config.codec_warmup_steps - metrics.step)
         elif not self._trainer.links.pairs:  # one machine

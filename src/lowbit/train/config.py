@@ -157,9 +157,9 @@ class PipelineConfig:
     """Schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4
     """Micro-batches of a step in each pipeline."""
-    forward: tuple[str, ...] = ("transform",)
+    forward: tuple[str, ...] = (AUTO,)
     """Formats of activations, by name ("transform", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
-    boundaries between stages, or one for each. "auto": the most exact that the links can carry."""
+    boundaries between stages, or one for each. "auto": for each, the most exact that its link can carry."""
     backward: tuple[str, ...] = ()
     """Formats of the gradients of activations, written like `forward`. If omitted, each forward format's default:
     itself for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
@@ -172,17 +172,17 @@ class PipelineConfig:
     """lowbit uses the formats above. stock-fp32 and stock-bf16 use PyTorch's own stage, for comparison."""
 
     def __post_init__(self) -> None:
-        alone = self.is_auto and self.backward in ((), (AUTO,)) and self.boundary == "lowbit"
+        alone = self.forward == (AUTO,) and self.backward in ((), (AUTO,))
         if AUTO in (*self.forward, *self.backward) and not alone:
             raise ConfigError(
-                f"pipeline.forward is {list(self.forward)}, backward {list(self.backward)}, boundary {self.boundary}; "
-                "allowed with auto: auto alone in forward, auto or nothing in backward, boundary lowbit"
+                f"pipeline.forward is {list(self.forward)}, backward {list(self.backward)}; allowed with auto: auto "
+                "alone in forward, auto or nothing in backward"
             )
 
     @property
     def is_auto(self) -> bool:
-        """Whether the run chooses the formats."""
-        return self.forward == (AUTO,)
+        """Whether the run chooses the formats, which PyTorch's own stage does not have."""
+        return self.forward == (AUTO,) and self.boundary == "lowbit"
 
 
 @section("activations")

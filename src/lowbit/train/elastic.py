@@ -46,8 +46,8 @@ def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
         return
     if config.pipeline.is_auto:
         raise ConfigError(
-            "pipeline.forward is auto; allowed with elastic.lighthouse: names of formats, since a replica that joins "
-            "takes over what the codecs of another keep"
+            "pipeline.forward is auto, the default; allowed with elastic.lighthouse: formats by name, such as "
+            "transform, since a replica that joins takes over what the codecs of another keep"
         )
     try:
         _import_torchft()
