@@ -15,15 +15,14 @@ AUTO_FORMATS = (
     "int8 / int8",
     "TAHQuant(high_bits=6, low_bits=5)",
     "transform",
-    "TransformQuant(bits=2.7) / TransformQuant(bits=1.8, step='message')",
 )
 """Formats that `pipeline.forward = "auto"` chooses among, the most exact first.
 
 Bits (both ways together) at dim 256, and held-out loss minus that of FP32 in nats, with 512 tokens a step, from
-docs/results/convergence.md: 32 bits, -0.001; 17, 0.000; 12.8, not measured from scratch; 5.2, 0.003; 4.5, 0.004 (with
-an earlier receiver). With 3.5 (2.0 and 1.5), 0.014, the loss is no longer that of the default within the seeds, so a
-run must name them. Coding time rises among the first four. In pretrained models, at 3 boundaries forward, the third
-diverges by a half (Gemma 3) to a twentieth (SmolLM2, Qwen2.5) of what the fourth does (docs/results/codecs.md).
+docs/results/convergence.md: 32 bits, -0.001; 17, 0.000; 12.8, not measured from scratch; 5.2, 0.003. Coding
+time rises from each to the next. In pretrained models, at 3 boundaries forward, the third diverges by a half (Gemma 3)
+to a twentieth (SmolLM2, Qwen2.5) of what the fourth does (docs/results/codecs.md). With fewer bits, SmolLM2 diverges
+twice as much (2.7 bits), so a run must name such formats.
 """
 
 
