@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.codecs import GroupInt
-from lowbit.tensor_parallel import Calibration, SumSettings, calibrate, low_bit_, model_sums
+from lowbit.tensor_parallel import Calibration, SumSettings, calibrate, emulate_tensor_parallel_, low_bit_, model_sums
 
 VOCAB, WIDTH, HEADS = 61, 64, 4
 INT8 = GroupInt(bits=8, group=64, symmetric=True)
@@ -79,15 +79,26 @@ class Toy(nn.Module):
         return self.head(x)
 
 
-def llama() -> Any:
+def llama(inner: int = 90, key_value_heads: int = 2) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=90, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=key_value_heads, bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def randomized(model: nn.Module) -> Any:
+    """The model, without gradients, with weights and biases of a size at which all of them matter."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.eval().requires_grad_(False).named_parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+        elif name.endswith(("bias", "sinks")):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
 
 
 def sequences(count: int = 4, length: int = 11, seed: int = 7) -> list[Tensor]:
@@ -100,15 +111,30 @@ def ids(rows: int = 2, length: int = 9) -> Tensor:
 
 
 @functools.cache
-def calibrated() -> Calibration:
+def calibrated(**options: Any) -> Calibration:
     """Of a fresh `Toy`, on two ranks."""
-    return calibrate(Toy(), sequences(), ranks=2, text="toy text")
+    return calibrate(Toy(), sequences(), ranks=2, text="toy text", **options)
 
 
 def logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         output = model(tokens)
     return output if isinstance(output, Tensor) else output.logits
+
+
+def sums_of(
+    low_bit: Any, *tokens: Tensor, model: Any = None, settings: SumSettings = ONE, **options: Any
+) -> list[tuple[str, Tensor, Tensor]]:
+    """Of each call of a layer on two emulated ranks: its name, their partial sums, and what they take for the total."""
+    model, seen = model or Toy(), []
+
+    def watch(name: str, partials: Any, total: Tensor) -> None:
+        seen.append((name, torch.stack(list(partials)), total))
+
+    with emulate_tensor_parallel_(model, 2, low_bit, settings=settings, watch=watch, **options):
+        for batch in tokens:
+            logits(model, batch)
+    return seen
 
 
 def on_a_rank(model: Any, calibration: Calibration | str) -> dict[str, Any]:
@@ -125,10 +151,9 @@ def on_a_rank(model: Any, calibration: Calibration | str) -> dict[str, Any]:
         errors = {name: _error(sums[name], *call) for name, call in calls.items()}
     with low_bit_(model, calibration, settings=ONE) as installed:
         coded = logits(model, ids())
-    return {
-        "engine": engine, "errors": errors, "coded": coded, "traffic": installed.traffic,
-        "again": logits(model, ids()),
-    }  # fmt: skip
+    assert not torch.equal(coded, engine)
+    assert torch.equal(logits(model, ids()), engine)  # removed without a trace
+    return {"engine": engine, "errors": errors, "coded": coded, "traffic": installed.traffic}
 
 
 def _error(summed: Any, args: tuple[Tensor, ...], engine: Tensor) -> float:

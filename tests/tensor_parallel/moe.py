@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.tensor_parallel.models import VOCAB, WIDTH
+from tests.tensor_parallel.models import VOCAB, WIDTH, randomized
 
 _SIZES = {
     "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -50,15 +49,7 @@ def moe(kind: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**_SIZES, **_KINDS[kind]}))
-    model = model.eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-        elif name.endswith(("bias", "sinks")):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model
+    return randomized(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**_SIZES, **_KINDS[kind]})))
 
 
 def plan_of_case(model: Any, case: str) -> dict[str, str]:
@@ -72,8 +63,8 @@ def plan_of_case(model: Any, case: str) -> dict[str, str]:
     return plan
 
 
-def cut(model: nn.Module, case: str, implementation: str = "auto") -> Any:
-    """Cut a whole model as Transformers does after loading it."""
+def cut(model: nn.Module, case: str = "own", implementation: str = "auto") -> Any:
+    """Cut a whole model as Transformers does after loading it, as `from_pretrained(folder, tp_plan="auto")`."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

@@ -1,33 +1,22 @@
 """What the drift monitor samples, when it warns, and where it shows that."""
 
 import logging
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from lowbit.tensor_parallel import Calibration, Drift, SumSettings, emulate_tensor_parallel_
+from lowbit.tensor_parallel import Calibration, Drift
 from lowbit.tensor_parallel.drift import sample
-from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, ids, logits
+from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, ids, sums_of
 
 NAME = "layers.1.mlp.down"
 
 
-def watched(drift: Drift, calibration: Calibration, *rows: int, bad: bool = False) -> list[Tensor]:
-    """Run so many tokens at a time, maybe with Inf on rank 1; what a layer's ranks had to add."""
-    model, seen = Toy(), []
-
-    def watch(name: str, partials: Sequence[Tensor], total: Tensor) -> None:
-        seen.extend([torch.stack(list(partials))] if name == NAME else [])
-
-    with emulate_tensor_parallel_(model, 2, calibration, settings=SumSettings(small=0), drift=drift, watch=watch):
-        with torch.no_grad():
-            if bad:
-                model.get_submodule("layers.0.mlp.down").weight[3, -1] = torch.inf
-        for length in rows:
-            logits(model, ids(rows=1, length=length))
-    return seen
+def watched(drift: Drift, calibration: Calibration, *rows: int) -> list[Tensor]:
+    """Run so many tokens at a time; what a layer's ranks had to add."""
+    seen = sums_of(calibration, *(ids(rows=1, length=length) for length in rows), drift=drift)
+    return [partials for name, partials, _ in seen if name == NAME]
 
 
 def known(calibration: Calibration, mean: float, spread: float) -> Calibration:
@@ -85,8 +74,9 @@ def test_drift_is_told_once_for_a_layer_whose_error_is_above_the_expected(caplog
 
 
 def test_nan_is_told_apart_where_it_starts(caplog: pytest.LogCaptureFixture):
-    drift = Drift(every=1)
-    watched(drift, known(calibrated(), 1.0, 0.0), 8, bad=True)
+    drift, model = Drift(every=1), Toy().requires_grad_(False)
+    model.get_parameter("layers.0.mlp.down.weight")[3, -1] = torch.inf  # an input of rank 1
+    sums_of(known(calibrated(), 1.0, 0.0)._codecs, ids(1, 8), model=model, drift=drift)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warning.startswith("NaN or Inf in the partial sums of layers.0.mlp.down on rank 1: not a matter of the cali")
     bad = [(row.layer, row.rank) for row in drift.report().rows if row.bad]

@@ -1,6 +1,8 @@
 """Real ranks over real sockets: the same logits on all of them, and the same as in one process, bit by bit."""
 
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,14 +23,13 @@ from lowbit.tensor_parallel import (
     LowBitRowwiseParallel,
     SumSettings,
     Thresholds,
-    Traffic,
     calibrate,
     emulate_tensor_parallel_,
     low_bit_,
     low_bit_styles,
     tensor_parallel_,
 )
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 from tests.refused import refused
 from tests.tensor_parallel.models import INT8, ONE, VOCAB, WIDTH, Toy, ids, llama, logits, sequences
 from tests.tensor_parallel.moe import cut, moe
@@ -36,53 +37,45 @@ from tests.tensor_parallel.moe import cut, moe
 TWO = SumSettings(small=0, algorithm="two_shot")
 SMALL = SumSettings(small=1 << 20)
 BUDGET = 5.0
+PLAN = {"up": "colwise", "down": "rowwise"}
 
 
 def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
     """What one of them computes."""
     model = tensor_parallel_(Toy().to(dtype))
-    results: dict[str, Any] = {
-        "fingerprint": calibrate(model, sequences()).fingerprint(), "whole": logits(model, ids()),
-    }  # fmt: skip
-    calibration, drift = Calibration.load(Path(folder) / "calibration"), Drift(every=1)
-    with_inputs = Calibration.load(Path(folder) / "with_inputs")
-    for name, source, settings, watching in cases(calibration, with_inputs, drift):
-        with low_bit_(model, source, settings=settings, drift=watching) as installed:
-            results[name] = logits(model, ids())
-        results[f"{name} traffic"] = of_layers(installed.traffic)
-    assert torch.equal(logits(model, ids()), results["whole"])  # removed without a trace
-    return results | {"drift": drift.report(dist.group.WORLD).rows}
-
-
-def of_layers(traffic: Traffic) -> tuple[object, ...]:
-    """Of what is coded: `tensor_parallel_` keeps the embedding whole, and the emulation counts it as cut."""
-    return traffic.coded, traffic.coded_bytes, traffic.algorithms
+    fingerprint, whole = calibrate(model, sequences()).fingerprint(), logits(model, ids())
+    loaded = [Calibration.load(Path(folder) / name) for name in ("calibration", "with_inputs")]
+    coded = computed(model, partial(low_bit_, model), *loaded, dist.group.WORLD)
+    assert torch.equal(logits(model, ids()), whole)  # removed without a trace
+    return {"fingerprint": fingerprint, "whole": whole} | coded
 
 
 def in_one_process(ranks: int, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
     model = Toy().to(dtype)
-    calibration, drift = calibrate(model, sequences(), ranks=ranks), Drift(every=1)
-    with_inputs = calibrate(model, sequences(), ranks=ranks, inputs=INT8, bits=BUDGET)
+    calibration = calibrate(model, sequences(), ranks=ranks)
     calibration.save(folder / "calibration")
+    with_inputs = calibrate(model, sequences(), ranks=ranks, inputs=INT8, bits=BUDGET)
     with_inputs.save(folder / "with_inputs")
-    results: dict[str, Any] = {"fingerprint": calibration.fingerprint()}
     with emulate_tensor_parallel_(model, ranks):
-        results["whole"] = logits(model, ids())
-    for name, source, settings, watching in cases(calibration, with_inputs, drift):
-        with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching) as emulation:
-            results[name] = logits(model, ids())
-        results[f"{name} traffic"] = of_layers(emulation.traffic)
-    return results | {"drift": drift.report().rows}
+        whole = logits(model, ids())
+    coded = computed(model, partial(emulate_tensor_parallel_, model, ranks), calibration, with_inputs)
+    return {"fingerprint": calibration.fingerprint(), "whole": whole} | coded
 
 
-def cases(
-    calibration: Calibration, with_inputs: Calibration, drift: Drift
-) -> list[tuple[str, Any, SumSettings, Drift | None]]:
-    """Name, format, settings, and who watches."""
-    return [
+def computed(
+    model: nn.Module, install: Any, calibration: Any, with_inputs: Any, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Logits and traffic with several formats and settings, and what a monitor of one of them reports."""
+    drift, results = Drift(every=1), dict[str, Any]()
+    for name, source, settings, watching in (
         ("one", calibration, ONE, None), ("two", calibration, TWO, drift), ("small", calibration, SMALL, None),
         ("int8", INT8, TWO, None), ("inputs", with_inputs, ONE, None),
-    ]  # fmt: skip
+    ):  # fmt: skip
+        with install(source, settings=settings, drift=watching) as installed:
+            results[name] = logits(model, ids())
+        traffic = installed.traffic  # of the embedding only emulated ranks count any: `tensor_parallel_` keeps it whole
+        results[f"{name} traffic"] = traffic.coded, traffic.coded_bytes, traffic.algorithms
+    return results | {"drift": drift.report(group).rows}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -109,35 +102,13 @@ def test_real_ranks_compute_what_one_process_emulates(ranks: Ranks, count: int, 
     assert not torch.equal(emulated["one"], emulated["two"])
 
 
-def hf_parallel(model: Any) -> Any:
-    """What `from_pretrained(folder, tp_plan="auto")` does with its plan once the weights are there."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
-    return model
-
-
-def with_gradients(path: str) -> None:
-    model = tensor_parallel_(Toy())
-    low_bit_(model, path, settings=ONE)
-    model(ids())
-
-
-def installed_twice(path: str) -> None:
-    model = tensor_parallel_(Toy())
-    low_bit_(model, path, settings=ONE).remove()
-    low_bit_(model, path, settings=ONE)
-    low_bit_(model, path, settings=ONE)
-
-
 def unknown_style() -> None:
     from transformers.distributed import tensor_parallel
 
     class Scattered(tensor_parallel.MoeExpertsParallel):
         """Returns something else."""
 
-    model = cut(moe("mixtral"), "own")
+    model = cut(moe("mixtral"))
     experts = model.model.layers[1].mlp.experts
     del experts.forward
     Scattered().install_forward(experts, experts.down_proj.device_mesh)
@@ -145,7 +116,7 @@ def unknown_style() -> None:
 
 
 def no_style() -> None:
-    model = cut(moe("mixtral"), "own")
+    model = cut(moe("mixtral"))
     del model.model.layers[0].mlp.experts.forward
     low_bit_(model, INT8)
 
@@ -157,14 +128,19 @@ class Linear8bitLt(nn.Linear):
 def of_bitsandbytes() -> None:
     model = llama()
     model.model.layers[0].mlp.down_proj.__class__ = Linear8bitLt
-    low_bit_(hf_parallel(model), INT8)
+    low_bit_(cut(model), INT8)
 
 
 def refusals(path: str) -> list[str]:
     rank, nothing, own = dist.get_rank(), cast(Any, None), f"{WIDTH} features, float32"
 
-    def install(source: Any, model: nn.Module | None = None, **settings: Any) -> Callable[[], object]:
-        return lambda: low_bit_(tensor_parallel_(model or Toy()), source, settings=SumSettings(**settings))
+    def coded(source: Any, model: nn.Module | None = None, **settings: Any) -> nn.Module:
+        model = tensor_parallel_(model or Toy())
+        low_bit_(model, source, settings=SumSettings(**settings))
+        return model
+
+    def install(*args: Any, **settings: Any) -> Callable[[], object]:
+        return partial(coded, *args, **settings)
 
     def thresholds(ranks: int, bits: int) -> Thresholds:
         return Thresholds(ranks=ranks, steps={f"{own}, {bits} bits": ()}, milliseconds={}, mbit=1.0, date="")
@@ -181,9 +157,12 @@ def refusals(path: str) -> list[str]:
         (install(path, small=rank), AgreementError, "small=0.*small=1"),
         (install(path, Toy(seed=1)), CalibrationError, another),
         (install(path, Toy().half()), CalibrationError, another),
-        (lambda: with_gradients(path), RuntimeError, "layers.0.attn.*no_grad"),
+        (lambda: coded(path, small=0)(ids()), RuntimeError, "layers.0.attn.*no_grad"),
         (lambda: tensor_parallel_(tensor_parallel_(Toy())), ValueError, "already"),
-        (lambda: installed_twice(path), ValueError, r"layers.0.attn.o adds up .* in few bits already.*remove\(\)"),
+        (
+            lambda: low_bit_(coded(path, small=0), path), ValueError,
+            r"layers.0.attn.o adds up .* in few bits already.*remove\(\)",
+        ),
         (install(INT8, small=thresholds(2, 4)), ValueError, f"{own}, 4 bits; allowed: for 2 ranks and {own}, 8 bits"),
         (install(INT8, small=thresholds(4, 8)), ValueError, f"for 4 ranks and {own}, 8 bits; allowed: for 2 ranks and"),
         (
@@ -203,43 +182,36 @@ def test_all_ranks_raise_the_same_before_the_first_token(ranks: Ranks, tmp_path:
     assert first == second
 
 
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.norm(self.down(self.up(self.embed(tokens)).relu()))
+def pair() -> tuple[Any, Any]:
+    """A model, and a calibration of its only sum."""
+    torch.manual_seed(2)
+    layers = {"embed": nn.Embedding(VOCAB, WIDTH), "up": nn.Linear(WIDTH, 96), "act": nn.ReLU()}
+    model = nn.Sequential(OrderedDict(**layers, down=nn.Linear(96, WIDTH), norm=nn.LayerNorm(WIDTH)))
+    return model, calibrate(model, sequences(), ranks=2, plan=PLAN)
 
 
-def pytorch_styles() -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (2,))
-    plan = {"up": "colwise", "down": "rowwise"}
-    results: dict[str, Any] = {}
-    reference = Pair()
-    calibration = calibrate(Pair(), sequences(), ranks=2, plan=plan)
+@on_ranks
+def test_pytorch_styles() -> None:
+    mesh, drift = init_device_mesh("cpu", (2,)), Drift(every=1)
+    model, calibration = pair()
     codec = calibration.codec("down")
     assert isinstance(codec, FeatureInt)
     with torch.no_grad():
-        drift = Drift(every=1)
-        results["full"] = reference(ids())
-        with emulate_tensor_parallel_(reference, 2, calibration, plan=plan, settings=ONE):
-            results["emulated"] = reference(ids())
+        full = model(ids())
+        with emulate_tensor_parallel_(model, 2, calibration, plan=PLAN, settings=ONE):
+            emulated = model(ids())
+        assert not torch.equal(emulated, full)
         by_name = {"up": ColwiseParallel(), **low_bit_styles(calibration, mesh, settings=ONE, drift=drift)}
-        results["styles"] = parallelize_module(Pair(), mesh, by_name)(ids())
-        assert [row.layer for row in drift.report().rows] == ["down"]
-        assert drift.report().rows[0].samples == 1
+        assert torch.equal(parallelize_module(model, mesh, by_name)(ids()), emulated)
+        assert [(row.layer, row.samples) for row in drift.report().rows] == [("down", 1)]
         whole_input = {
             "embed": LowBitRowwiseParallel(codec, input_layouts=Replicate()),
             "down": LowBitRowwiseParallel(codec, settings=ONE, input_layouts=Replicate(), use_local_output=False),
         }
-        module = parallelize_module(Pair(), mesh, whole_input)
+        module: Any = parallelize_module(pair()[0], mesh, whole_input)
         output = module.down(module.up(module.embed(ids())).relu())
         assert isinstance(output, DTensor)
-        results["whole input"] = module.norm(output.to_local())
+        assert torch.equal(module.norm(output.to_local()), emulated)
     for style, module, error in (
         (LowBitRowwiseParallel(codec), nn.LayerNorm(4), "is LayerNorm"),
         (LowBitRowwiseParallel(codec), nn.Linear(8, 4), "has 2 ranks and 4 features"),
@@ -249,13 +221,3 @@ def pytorch_styles() -> dict[str, Any]:
             parallelize_module(module, mesh, style)
     with pytest.raises(ValueError, match="output_layouts"):
         LowBitRowwiseParallel(codec, output_layouts=Shard(1))
-    return results
-
-
-def test_pytorch_styles(ranks: Ranks):
-    first, second = ranks.run(pytorch_styles)
-    for key in first:
-        assert torch.equal(first[key], second[key]), key
-    assert torch.equal(first["styles"], first["emulated"])
-    assert torch.equal(first["whole input"], first["emulated"])
-    assert not torch.equal(first["emulated"], first["full"])

@@ -1,9 +1,8 @@
 """Thresholds: decided by what the slowest rank measures, the same on all of them."""
 
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -21,66 +20,54 @@ from lowbit.tensor_parallel import (
 )
 from lowbit.tensor_parallel.reduce import kind_of, steps_of
 from lowbit.wire import pytorch
-from tests.processes import Ranks
+from lowbit.wire.messages import gather_json
+from tests.processes import Ranks, on_ranks
 from tests.tensor_parallel.models import WIDTH, Toy, calibrated, ids, logits
 
 KIND = f"{WIDTH} features, float32, 4 bits"
 SLOW, ROWS = 0.03, (1, 8)
 
 
-def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
+def slow_on_rank_1(owner: Any, name: str) -> Any:
+    """While open, this function takes longer on rank 1; nobody else notices that."""
+    own = getattr(owner, name)
+
     def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(SLOW)
-        return function(*args, **kwargs)
+        time.sleep(SLOW if dist.get_rank() == 1 else 0)
+        return own(*args, **kwargs)
 
-    return slow
+    return mock.patch.object(owner, name, slow)
 
 
-def measured_with_a_slow_rank(path: str) -> dict[str, Any]:
-    """Rank 1 is slow, first at coding, then at the engine's all-reduce; nobody else notices that."""
+@on_ranks
+def test_all_ranks_decide_by_the_slowest() -> None:
+    """First it is slow at coding, then at the engine's all-reduce."""
     model = tensor_parallel_(Toy())
-    results: dict[str, Any] = {}
     reduce.ROWS = ROWS
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(FeatureInt, "_encode", delayed(FeatureInt._encode))
-        installed = low_bit_(model, path)
-        results["coding"] = installed.thresholds
-        results["small"] = logits(model, ids()), installed.traffic.share_coded
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(pytorch, "total", delayed(pytorch.total))
+    with slow_on_rank_1(FeatureInt, "_encode"):
+        installed = low_bit_(model, calibrated())
+        coding, small = cast(Any, installed.thresholds), logits(model, ids())
+        assert installed.traffic.share_coded == 0
+    with slow_on_rank_1(pytorch, "total"):
         installed.remove()
-        installed = low_bit_(model, path)
-        results["known"] = installed.thresholds
-        results["engine"] = installed.measure()
-    results["large"] = logits(model, ids()), installed.traffic.share_coded
+        installed = low_bit_(model, calibrated())
+        known, engine = cast(Any, (installed.thresholds, installed.measure()))
+    large = logits(model, ids())
     installed.remove()
-    again = low_bit_(model, path, settings=SumSettings(small=installed.thresholds))
-    results["again"] = logits(model, ids()), again.traffic.share_coded
-    assert again.measure() == installed.thresholds  # those that were given
-    return results
-
-
-def test_all_ranks_decide_by_the_slowest(ranks: Ranks, tmp_path: Path):
-    calibrated().save(tmp_path / "calibration")
-    first, second = ranks.run(measured_with_a_slow_rank, str(tmp_path / "calibration"))
-    for results in (first, second):
-        coding, engine = results["coding"], results["engine"]
-        assert coding.steps == results["known"].steps == {KIND: ()}
-        assert engine.steps == {KIND: ((1, "one_shot"),)}
-        assert list(engine.milliseconds[KIND]) == [str(rows) for rows in ROWS]
-        assert coding.milliseconds[KIND]["1"]["one_shot"] > 1e3 * SLOW
-        assert engine.milliseconds[KIND]["1"]["plain"] > 1e3 * SLOW
-        assert (results["small"][1], results["large"][1], results["again"][1]) == (0, 1, 1)
-        assert torch.equal(results["large"][0], results["again"][0])
-        assert str(engine).startswith(f"{KIND}: one_shot from 1 rows (2 ranks, ")
-        assert str(coding).startswith(f"{KIND}: never coded (2 ranks, ")
-    for name in ("coding", "known", "engine"):
-        assert first[name].milliseconds == second[name].milliseconds
-        assert first[name].steps == second[name].steps
-    for name in ("small", "large"):
-        assert torch.equal(first[name][0], second[name][0])
+    again = low_bit_(model, calibrated(), settings=SumSettings(small=engine))
+    assert torch.equal(logits(model, ids()), large)
+    assert (installed.traffic.share_coded, again.traffic.share_coded) == (1, 1)
+    assert again.measure() == engine  # those that were given
+    assert coding.steps == known.steps == {KIND: ()}
+    assert engine.steps == {KIND: ((1, "one_shot"),)}
+    assert list(engine.milliseconds[KIND]) == [str(rows) for rows in ROWS]
+    assert coding.milliseconds[KIND]["1"]["one_shot"] > 1e3 * SLOW
+    assert engine.milliseconds[KIND]["1"]["plain"] > 1e3 * SLOW
+    assert str(engine).startswith(f"{KIND}: one_shot from 1 rows (2 ranks, ")
+    assert str(coding).startswith(f"{KIND}: never coded (2 ranks, ")
+    times = [dict(thresholds.milliseconds) for thresholds in (coding, known, engine)]
+    first, second = gather_json([*times, small.tolist(), large.tolist()])
+    assert first == second
 
 
 def test_coded_is_what_is_faster_at_this_and_all_larger_sizes():
