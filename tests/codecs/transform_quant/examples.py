@@ -7,14 +7,10 @@ from tests.fuzz.sessions import TransformDecoding, TransformEncoding, TransformM
 from tests.fuzz.targets import Target
 
 MESSAGES: list[tuple[TransformQuant, Shape]] = [
-    (TransformQuant(), (6, 40)),
-    (TransformQuant(step="message"), (100, 9)),
-    (TransformQuant(bits=8, step="message"), (2, 20, 64)),
-    (TransformQuant(bits=12), (70, 33)),
-    (TransformQuant(), (3, 130)),
-    (TransformQuant(step="message"), (400,)),
-    (TransformQuant(), (300, 520)),  # two streams
-]
+    (TransformQuant(), (6, 40)), (TransformQuant(step="message"), (100, 9)), (TransformQuant(bits=12), (70, 33)),
+    (TransformQuant(bits=8, step="message"), (2, 20, 64)), (TransformQuant(), (3, 130)),
+    (TransformQuant(step="message"), (400,)), (TransformQuant(), (300, 520)),  # two streams
+]  # fmt: skip
 
 
 def layout(codec: TransformQuant, shape: tuple[int, ...]) -> Layout:
@@ -23,8 +19,5 @@ def layout(codec: TransformQuant, shape: tuple[int, ...]) -> Layout:
 
 def hostile() -> list[Target]:
     small = MESSAGES[:-1]
-    return [
-        *(TransformMessages(*pair) for pair in small),
-        *(TransformDecoding(*pair) for pair in MESSAGES),
-        *(TransformEncoding(*pair) for pair in small),
-    ]
+    kinds = (TransformMessages, small), (TransformDecoding, MESSAGES), (TransformEncoding, small)
+    return [kind(*message) for kind, messages in kinds for message in messages]

@@ -2,68 +2,75 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import TransformQuant
-from lowbit.codecs.base import Session
+from lowbit.codecs import Session, TransformQuant
 from lowbit.codecs.transform_quant import reference
 from lowbit.codecs.transform_quant.basis import start
-from lowbit.codecs.transform_quant.memory import Headers
+from lowbit.codecs.transform_quant.memory import FELT, Headers
 from lowbit.codecs.transform_quant.reference import ENTRY, LANES, TransformGeometry, body_nbytes
-from tests.codecs.transform_quant.messages import SHAPE, crossed, decibels, ends, same_state, tokens
+from tests.codecs.transform_quant.messages import SHAPE, crossed, decibels, ends, same, tokens
 from tests.refused import refused
 
 CODEC = TransformQuant()
 
 
 def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> None:
-    sender, receiver = ends()
-    for seed in range(4):
-        crossed(sender, receiver, tokens(seed=seed))
-    before = ends()
-    for new, old in zip(before, (sender, receiver), strict=True):
-        new.load_state_dict(old.state_dict())
+    sender, receiver = ends(after=4)
+    before = sender.state_dict(), receiver.state_dict()
     small = {"shape": (1, 30, 48), "dtype": torch.bfloat16}
     there, here = sender.sharing_state(**small), receiver.sharing_state(**small)
     x = tokens((1, 30, 48), seed=8).bfloat16()
     y = crossed(there, here, x, training=False)
     assert y.dtype == torch.bfloat16
     assert decibels(x, y) > 8
-    same_state(sender, before[0])
-    same_state(receiver, before[1])
+    same((sender.state_dict(), receiver.state_dict()), before)
     crossed(there, here, x)  # in training, the other shape's messages count among the first's
     crossed(sender, receiver, tokens(seed=9))
-    assert sender.state_dict()["messages"] == before[0].state_dict()["messages"] + 2
-    same_state(sender, receiver)
+    assert sender.state_dict()["messages"] == before[0]["messages"] + 2
+    same(sender.state_dict(), receiver.state_dict())
 
 
 def test_a_restart_continues_bit_for_bit() -> None:
-    sender, receiver = ends()
-    for seed in range(3):
-        crossed(sender, receiver, tokens(seed=seed))
-    again = ends()
+    (sender, receiver), again = ends(after=3), ends()
+    channels = torch.logspace(-3, 0, 48)
+    sender.observe(tokens(seed=0) * channels)
+    sender.end_step()
+    sender.observe(tokens(seed=1) * channels.flip(0))  # in the step that the checkpoint ends
     again[0].load_state_dict(sender.state_dict())
     again[1].load_state_dict(receiver.state_dict())
+    for end in (sender, again[0]):
+        end.end_step()
     for seed in range(3, 6):
         payload = sender.encode(tokens(seed=seed))
         assert torch.equal(payload, again[0].encode(tokens(seed=seed)))
         assert torch.equal(receiver.decode(payload), again[1].decode(payload))
     fresh, _ = ends()
     sender.load_state_dict({})  # of before the first message
-    same_state(sender, fresh)
+    same(sender.state_dict(), fresh.state_dict())
     assert torch.equal(sender.encode(tokens(seed=0)), fresh.encode(tokens(seed=0)))
-    with pytest.raises(ValueError, match="it is not a state of TransformQuant"):
-        sender.load_state_dict({"5": torch.zeros(2)})
-    for shape in ((4, 64), (4, 16)):
-        other = CODEC.open(shape=shape, dtype=torch.float32)
-        with pytest.raises(ValueError, match=r"state has directions .* \(\d+, 48\); expected .* \(\d+, \d\d\)"):
-            other.load_state_dict(receiver.state_dict())
+
+
+def test_a_state_that_cannot_be_one_is_refused() -> None:
+    (sender, _), ones = ends(after=1), torch.ones(48, dtype=torch.float64)
+    load, state = sender.load_state_dict, sender.state_dict()
+    others = [CODEC.open(shape=shape, dtype=torch.float32).load_state_dict for shape in ((4, 64), (4, 16))]
+    text = r"state has directions .* \(\d+, 48\); expected .* \(\d+, \d\d\)"
+    refused(
+        (lambda: load({"5": torch.zeros(2)}), ValueError, "it is not a state of TransformQuant"),
+        *((partial(other, state), ValueError, text) for other in others),
+        *((partial(load, state | {FELT: felt}), ValueError, "state has felt")
+          for felt in (ones[:5], ones.float(), -ones, torch.nan * ones, "ones")),
+    )  # fmt: skip
 
 
 def test_strided_tensors_and_outputs() -> None:
@@ -152,7 +159,7 @@ def test_bad_input() -> None:
 
 
 @contextlib.contextmanager
-def default_dtype():
+def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
         yield
@@ -160,33 +167,28 @@ def default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "caller",
-    [
-        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        default_dtype,
-        lambda: torch.device("meta"),
-        torch.inference_mode,
-        contextlib.nullcontext,  # with a graph
-    ],
-    ids=["autocast", "default-dtype", "default-device", "inference", "grad"],
-)
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+    "autocast": partial(torch.autocast, "cpu", torch.bfloat16), "default-dtype": default_dtype,
+    "default-device": partial(torch.device, "meta"), "inference": torch.inference_mode, "grad": contextlib.nullcontext,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_the_callers_modes_do_not_matter(caller: Callable[[], contextlib.AbstractContextManager], backend: str) -> None:
+def test_the_callers_modes_do_not_matter(mode: str, backend: str) -> None:
     xs = [tokens(seed=seed) for seed in range(4)]
     start.cache_clear()
     with kernels.backend(backend):
         with torch.no_grad():
-            plain = ends()
-            expected = [plain[0].encode(x) for x in xs]
-            decoded = [plain[1].decode(payload) for payload in expected]
+            sender, receiver = ends()
+            expected = [sender.encode(x) for x in xs]
+            decoded = [receiver.decode(payload) for payload in expected]
         start.cache_clear()
-        with caller():
+        with MODES[mode]():
             sender, receiver = ends()
             payloads = [sender.encode(x.clone().requires_grad_()) for x in xs[:3]]
             found = [receiver.decode(payload) for payload in payloads[:2]]
-            out = torch.empty(40, 2, 48, device="cpu", dtype=torch.float32).transpose(0, 1)
-            out.requires_grad_()
+            out = torch.empty(40, 2, 48, device="cpu", dtype=torch.float32).transpose(0, 1).requires_grad_()
             found.append(receiver.decode(payloads[2], out=out))
             sender.load_state_dict(sender.state_dict())
         payloads.append(sender.encode(xs[3]))  # and outside of it
@@ -205,25 +207,22 @@ A level or token may have a scale of which no code depends: below the least that
 """
 SILENT = ("scalars", "norms", "weights", "gains", "beyond", "lowest", "padding")
 """Numbers that nothing else depends on. Of the scalars that is the largest norm, and the step's lowest bits."""
-
-
 MAYBE_EMPTY = ("norms", "gains", "beyond", "lowest")
 
 
-def parts(payload: Tensor, geo: TransformGeometry) -> dict[str, list[range]]:
-    """The position of each kind of byte."""
+def parts(payload: Tensor, geo: TransformGeometry) -> dict[str, list[int]]:
+    """The positions of each kind of byte."""
     at, sizes = geo.layout.offsets, geo.layout.sizes
-    found = {name: [range(at[name], at[name] + size)] for name, size in sizes.items() if name != "streams"}
+    found = {name: [*range(at[name], at[name] + size)] for name, size in sizes.items() if name != "streams"}
     start = at["streams"]
     entries = geo.layout.section(payload, "streams")[: 4 * ENTRY * geo.streams].view(torch.int32).view(-1, ENTRY)
-    found["table"] = [range(start, start := start + 4 * ENTRY * geo.streams)]
+    found["table"] = [*range(start, start := start + 4 * ENTRY * geo.streams)]
     for words, beyond, raw in entries.tolist():
-        names = ("states", "words", "beyond", "lowest")
-        for name, size in zip(names, (4 * LANES, 2 * words, 2 * beyond, raw), strict=True):
-            found.setdefault(name, []).append(range(start, start := start + size))
-        assert body_nbytes(words, beyond, raw) == 4 * LANES + 2 * words + 2 * beyond + raw
-    found["padding"] = [range(start, geo.layout.nbytes)]
-    return found
+        kinds = {"states": 4 * LANES, "words": 2 * words, "beyond": 2 * beyond, "lowest": raw}
+        for name, size in kinds.items():
+            found.setdefault(name, []).extend(range(start, start := start + size))
+        assert body_nbytes(words, beyond, raw) == sum(kinds.values())
+    return found | {"padding": [*range(start, geo.layout.nbytes)]}
 
 
 @pytest.mark.parametrize("step", ["token", "message"])
@@ -231,26 +230,19 @@ def parts(payload: Tensor, geo: TransformGeometry) -> dict[str, list[range]]:
 def test_changed_bytes(step: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "STREAM", 1 << 10)  # two streams
     shape = (64, 32)
-    sender, receiver = ends(TransformQuant(step=step), shape)
-    for seed in range(2):
-        crossed(sender, receiver, tokens(shape, seed=seed))
+    sender, receiver = ends(TransformQuant(step=step), shape, after=2)
     x = tokens(shape, seed=2)
     x[5], x[9, 3] = 0, 1e4  # zeros, and an outlier beyond the symbols
     x[:, 7] *= 300
-    before = ends(TransformQuant(step=step), shape)[1]
-    before.load_state_dict(receiver.state_dict())
+    before, noticed = receiver.state_dict(), {}
     payload = sender.encode(x, training=training)
-    geo, noticed = sender._geometry, {}
-    for name, spans in parts(payload, geo).items():
-        places = [i for span in spans for i in span]
-        results = []
-        for i in places[:: max(1, len(places) // 40)]:
-            for bit in (0, 5):
-                changed = payload.clone()
-                changed[i] ^= 1 << bit
-                results.append(noticed_by(receiver, changed, training, before))
-        noticed[name] = results
-    assert not any(len(results) == 0 for name, results in noticed.items() if name not in MAYBE_EMPTY)
+    for name, places in parts(payload, sender._geometry).items():
+        assert places or name in MAYBE_EMPTY
+        noticed[name] = []
+        for place, bit in product(places[:: max(1, len(places) // 40)], (0, 5)):
+            changed = payload.clone()
+            changed[place] ^= 1 << bit
+            noticed[name].append(noticed_by(receiver, changed, training, before))
     for name in ALWAYS:
         assert all(noticed[name]), name
     for name, share in NEARLY.items():
@@ -258,46 +250,39 @@ def test_changed_bytes(step: str, training: bool, monkeypatch: pytest.MonkeyPatc
     assert noticed.keys() == {*ALWAYS, *NEARLY, *SILENT}
     assert not any(any(noticed[name]) for name in ("padding", "weights", *MAYBE_EMPTY))
     receiver.decode(payload, training=training)
-    same_state(receiver, sender)
+    same(receiver.state_dict(), sender.state_dict())
 
 
-def noticed_by(receiver: Session, payload: Tensor, training: bool, before: Session) -> bool:
+def noticed_by(receiver: Session, payload: Tensor, training: bool, before: dict[str, Any]) -> bool:
     """Whether a message is an error that leaves no trace; else the state is put back."""
     out, text = torch.full(receiver.shape, 7.0), ""
     try:
         receiver.decode(payload, out=out, training=training)
     except ValueError as error:
         text = str(error)
-    if text:
-        assert text.startswith("payload is ")
-        assert "this end expects " in text
-        assert "\n" not in text
-        assert (out == 7).all()
-        same_state(receiver, before)
-        return True
-    receiver.load_state_dict(before.state_dict())
-    return False
+    if not text:
+        receiver.load_state_dict(before)
+        return False
+    assert re.fullmatch("payload is .*; this end expects .*", text), text
+    assert (out == 7).all()
+    same(receiver.state_dict(), before)
+    return True
 
 
-def test_what_is_wrong_with_damaged_streams_is_said() -> None:
-    sender, receiver = ends(TransformQuant(), (40, 64))
-    payload = sender.encode(tokens((40, 64), seed=0))
-    start = sender._geometry.layout.offsets["streams"]
-    state, words = payload.clone(), payload
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_what_is_wrong_with_damaged_streams_is_said_and_scalars_of_any_size_harm_nothing(backend: str) -> None:
+    sender, receiver = ends(CODEC, (40, 64))
+    payload = sender.encode(tokens((40, 64), seed=0), training=False)
+    decode, layout = partial(receiver.decode, training=False), sender._geometry.layout
+    start = layout.offsets["streams"]
+    state, words = payload.clone(), payload.clone()
     state[start + 4 * ENTRY] ^= 1
     words[start : start + 4].view(torch.int32).fill_(-1)
-    text = "this end expects training message 0 .* with streams that end as expected"
-    for backend in ("reference", "cpu"):
-        with kernels.backend(backend):
-            refused(*((partial(receiver.decode, damaged), ValueError, text) for damaged in (state, words)))
-
-
-@pytest.mark.parametrize("name", ["reference", "cpu"])
-@pytest.mark.parametrize("scalar", range(3))
-def test_scalars_of_any_size_harm_nothing(name: str, scalar: int) -> None:
-    for value in (-(1 << 31), (1 << 31) - 1, 1 << 20, -9000):
-        sender, receiver = ends(TransformQuant(), (6, 40))
-        payload = sender.encode(tokens((6, 40), seed=0))
-        sender._geometry.layout.section(payload, "scalars", torch.int32)[scalar] = value
-        with kernels.backend(name), contextlib.suppress(ValueError):
-            receiver.decode(payload)
+    text = "this end expects evaluation message 0 .* with streams that end as expected"
+    with kernels.backend(backend):
+        refused(*((partial(decode, damaged), ValueError, text) for damaged in (state, words)))
+        for scalar, value in product(range(3), (-(1 << 31), (1 << 31) - 1, 1 << 20, -9000)):
+            damaged = payload.clone()
+            layout.section(damaged, "scalars", torch.int32)[scalar] = value
+            with contextlib.suppress(ValueError):
+                decode(damaged)

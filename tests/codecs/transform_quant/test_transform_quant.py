@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import TransformQuant
-from lowbit.codecs.base import Session
+from lowbit.codecs import Session, TransformQuant
 from lowbit.codecs.transform_quant import reference
 from lowbit.codecs.transform_quant.basis import Transform, coefficients
 from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps, suited
-from tests.codecs.transform_quant.messages import crossed, decibels, ends, same_state, tokens
+from tests.codecs.transform_quant.messages import crossed, decibels, ends, same, tokens
 
 STEPS = ("token", "message")
 BACKENDS = ("reference", "cpu")
 FORMS = [
     (40, 64), (37, 77), (3, 300), (1, 600), (300, 1), (64,), (2, 5, 7), (1, 1), (9, 31), (5, 33), (2, 3, 4, 8),
-    (200, 12),
+    (200, 12), (7, 600),
 ]  # fmt: skip
-"""One token, one channel, one element, C that is no multiple of 32, more directions than tokens."""
+"""One token, one channel, one element, C that is no multiple of 32, more directions than tokens, several streams."""
 
 
 def coded(sender: Session, payload: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,8 +35,7 @@ def coded(sender: Session, payload: Tensor) -> tuple[Tensor, Tensor]:
             z = torch.empty(geo.rows, geo.channels)
             assert kernels.implementation(decode, z.device)(payload, header, z, geo)
             found.append(z)
-    assert torch.equal(found[0].isnan(), found[1].isnan())
-    assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
+    same(*found)
     section = geo.layout.section
     _, norm, step, _ = section(payload, "scalars", torch.int32).tolist()
     token = section(payload, "tokens").int()
@@ -47,11 +45,16 @@ def coded(sender: Session, payload: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("source", "step"), product(BACKENDS, STEPS))
 @pytest.mark.parametrize("shape", FORMS, ids=str)
-def test_backends_decode_each_others_messages_alike(shape: tuple[int, ...], source: str, step: str) -> None:
+def test_backends_decode_each_others_messages_alike(
+    shape: tuple[int, ...], source: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "STREAM", 1 << 9)
     codec = TransformQuant(step=step)
     sender, *receivers = (codec.open(shape=shape, dtype=torch.float32) for _ in range(3))
     if codec.sized(shape)[1]:
         return  # goes as it is
+    several = sender._geometry.streams > 3
+    assert several == (shape in ((40, 64), (37, 77), (200, 12), (7, 600)))
     for seed in range(2):
         x = tokens(shape, seed=seed)
         with kernels.backend(source):
@@ -62,25 +65,13 @@ def test_backends_decode_each_others_messages_alike(shape: tuple[int, ...], sour
         for name, receiver in zip(BACKENDS, receivers, strict=True):
             with kernels.backend(name):
                 found.append(receiver.decode(payload))
-            same_state(receiver, sender)
+            same(receiver.state_dict(), sender.state_dict())
         assert torch.allclose(*found, rtol=0, atol=1e-5 * float(x.abs().max()))
+        assert step == "message" or not several or decibels(x, found[0]) > 8
         own = coefficients(x.view(z.shape), sender._memory.directions)
         error = (z - own).abs() / step_R[:, None]
         most = 0.501 if step == "message" else 1.001  # middles are drawn towards 0 by half a step at most
         assert error.max() <= most + 1e-5 * float((own.abs().amax(1) / step_R).max())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_several_streams(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "STREAM", 1 << 9)
-    for shape in ((50, 48), (7, 600)):
-        sender, receiver = ends(TransformQuant(), shape)
-        assert sender._geometry.streams > 3
-        with kernels.backend(backend):
-            x = tokens(shape, seed=0)
-            payload = sender.encode(x)
-            coded(sender, payload)
-            assert decibels(x, receiver.decode(payload)) > 8
 
 
 @pytest.mark.parametrize("bits", [2.5, 3, 4.25, 8, 16])
@@ -91,9 +82,7 @@ def test_every_byte_of_a_rate_is_used_and_no_more(bits: float, step: str) -> Non
     assert int(numel * bits / 8) - 2 < codec.nbytes(shape) <= int(numel * bits / 8)
     sender, receiver = ends(codec, shape)
     for seed in range(3):
-        x = tokens(shape, seed=seed)
-        payload = sender.encode(x)
-        receiver.decode(payload)
+        receiver.decode(payload := sender.encode(tokens(shape, seed=seed)))
     geo = sender._geometry
     table = geo.layout.section(payload, "streams").view(torch.int16)[:6].view(torch.int32)
     used = 12 + 128 + int(table[0]) * 2 + int(table[1]) * 2 + int(table[2])
@@ -134,7 +123,7 @@ def test_whatever_a_message_holds_it_fits_and_is_finite(name: str, backend: str,
             else:
                 # Gaussian numbers have 6 dB a bit, less the space between cells and spheres, and what tables cost.
                 assert decibels(x, y) > 7
-        same_state(sender, receiver)
+        same(sender.state_dict(), receiver.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -155,17 +144,14 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_tokens_that_are_no_numbers_are_nan_and_no_others(backend: str, step: str) -> None:
     with kernels.backend(backend):
-        sender, receiver = ends(TransformQuant(step=step), (40, 48))
-        for seed in range(2):
-            crossed(sender, receiver, tokens((40, 48), seed=seed))
+        sender, receiver = ends(TransformQuant(step=step), (40, 48), after=2)
         before = sender.state_dict()["directions"]
         x = tokens((40, 48), seed=3)
         x[3, 5], x[7, 0], x[9, 1], x[11] = math.nan, math.inf, -math.inf, 2 * LARGEST
         payload = sender.encode(x)
         coded(sender, payload)
         y = receiver.decode(payload)
-        bad = torch.zeros(40, dtype=torch.bool)
-        bad[[3, 7, 9, 11]] = True
+        bad = torch.isin(torch.arange(40), torch.tensor([3, 7, 9, 11]))
         assert y[bad].isnan().all(), "and so is what is too large for any step"
         assert y[~bad].isfinite().all()
         assert decibels(x[~bad], y[~bad]) > 10
@@ -175,19 +161,20 @@ def test_tokens_that_are_no_numbers_are_nan_and_no_others(backend: str, step: st
         assert decibels(x, crossed(sender, receiver, x)) > 10, "and the next message is coded as ever"
 
 
+def error_in_steps(sender: Session, receiver: Session, x: Tensor) -> Tensor:
+    payload = sender.encode(x)
+    _, step_R = coded(sender, payload)
+    return (receiver.decode(payload) - x) / step_R[:, None]
+
+
 def test_errors_of_one_step_are_white_and_unbiased() -> None:
     """Also in directions in which there is no signal, and of tokens of very different norms."""
     rows, channels, count = 60, 16, 48
     g = torch.Generator().manual_seed(0)
     axes = torch.linalg.qr(torch.randn(channels, channels, generator=g))[0]
     x = torch.randn(rows, 2, generator=g) @ axes[:2] * torch.exp(torch.randn(rows, 1, generator=g))
-    sender, receiver = ends(TransformQuant(step="message"), (rows, channels))
-    errors = []
-    for _ in range(count):
-        payload = sender.encode(x)
-        _, step_R = coded(sender, payload)
-        errors.append((receiver.decode(payload) - x) / step_R[:, None])
-    error = torch.stack(errors)
+    pair = ends(TransformQuant(step="message"), (rows, channels))
+    error = torch.stack([error_in_steps(*pair, x) for _ in range(count)])
     # Uniform in a cell: variance 1/12. A mean of n such numbers is off by 6 deviations in none of the cases here.
     assert (error.mean(0).abs() < 6 / math.sqrt(12 * count)).all()
     along = error.view(-1, channels) @ axes.t()  # 2 with signal, 14 without
@@ -203,49 +190,15 @@ def test_errors_of_one_step_are_white_and_unbiased() -> None:
     assert abs(float(weak - strong)) < 5 * math.sqrt(2 * 2 / (n * channels / 2))
 
 
-@pytest.mark.parametrize(("wanted", "step"), product((20.0, 30.0), STEPS))
-def test_the_rate_that_is_chosen_gives_about_the_wanted_error(wanted: float, step: str) -> None:
-    codec = TransformQuant(bits="auto", decibels=wanted, step=step)
-    x = tokens((256, 64), seed=0, directions=8) + 0.01 * torch.randn(
-        256, 64, generator=torch.Generator().manual_seed(1)
-    )
-    assert not codec.settled
-    settled = codec.settle(codec.choose(x))
-    assert settled.settled
-    sender, receiver = ends(settled, (256, 64))
-    for _ in range(12):
-        y = crossed(sender, receiver, x)
-    assert abs(decibels(x, y) - wanted) < 2
-
-
-@pytest.mark.parametrize("zeros", [slice(None), slice(1, None, 2)])
-def test_tokens_that_tell_nothing_choose_the_rate_of_none(zeros: slice, caplog: pytest.LogCaptureFixture) -> None:
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    x[zeros] = 0
-    codec = TransformQuant(bits="auto")
-    expected = TransformQuant().bits_per_element((64, 32))
-    assert abs(codec.choose(x) / 64 - expected) < 0.1
-    assert "is zeros, or has NaN or Inf" in caplog.text
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_steps_by_token_leave_little_error_where_there_is_no_signal(step: str) -> None:
+def test_steps_by_token_leave_little_error_where_there_is_no_signal() -> None:
     g = torch.Generator().manual_seed(0)
     signs = [[(-1) ** (i & j).bit_count() for j in range(32)] for i in range(32)]
     axes = torch.tensor(signs) / math.sqrt(32)  # as much in each channel: weights of 1
-    sender, receiver = ends(TransformQuant(step=step, bits=2.5), (128, 32))
-    along = []
-    for _ in range(20):
-        x = torch.randn(128, 2, generator=g) @ axes[:2]
-        payload = sender.encode(x)
-        _, step_R = coded(sender, payload)
-        along.append((receiver.decode(payload) - x) / step_R[:, None] @ axes.t())
+    pair = ends(TransformQuant(bits=2.5), (128, 32))
+    along = [error_in_steps(*pair, torch.randn(128, 2, generator=g) @ axes[:2]) @ axes.t() for _ in range(20)]
     variance = 12 * torch.cat(along[4:]).square().mean(0)
     assert (variance[:2] < 1.3).all()
-    if step == "token":
-        assert variance[2:].mean() < 0.2
-    else:
-        assert (variance[2:] > 0.9).all(), "gradients stay unbiased"
+    assert variance[2:].mean() < 0.2
 
 
 def test_dither_depends_on_the_message_and_is_uniform() -> None:
@@ -255,8 +208,8 @@ def test_dither_depends_on_the_message_and_is_uniform() -> None:
     for i in range(4):
         other = header.clone()
         other[i] ^= 1
-        same = (dither(other, torch.Size((256, 256))) == first).float().mean()
-        assert abs(float(same) - 1 / 256) < 6 * math.sqrt(1 / 256 / 65536)
+        alike = (dither(other, torch.Size((256, 256))) == first).float().mean()
+        assert abs(float(alike) - 1 / 256) < 6 * math.sqrt(1 / 256 / 65536)
 
 
 @pytest.mark.parametrize(
@@ -313,23 +266,16 @@ def test_the_transform_is_orthonormal_and_begins_with_the_directions(backend: st
     assert (inside[:, filled:].abs() < 1e-5).all()
 
 
-def test_the_basis_is_learned() -> None:
-    sender, receiver = ends(TransformQuant(bits=4), (128, 64))
-    found = [decibels(x, crossed(sender, receiver, x)) for x in (tokens((128, 64), seed=s) for s in range(12))]
-    assert min(found[8:]) > found[0] + 6
-    same_state(sender, receiver)
-
-
 @pytest.mark.parametrize("step", STEPS)
-def test_a_stale_or_useless_basis_costs_precision_but_not_correctness(step: str) -> None:
+def test_the_basis_is_learned_and_a_useless_one_costs_little(step: str) -> None:
     shape = (128, 64)
-    sender, receiver = ends(TransformQuant(bits=4.5, step=step), shape)
-    for seed in range(6):
-        crossed(sender, receiver, tokens(shape, seed=seed))
-    g = torch.Generator().manual_seed(0)
-    x = 1e3 * torch.randn(shape, generator=g) - 5
-    fresh = crossed(*ends(TransformQuant(bits=4.5, step=step), shape), x)
-    assert decibels(x, crossed(sender, receiver, x)) > decibels(x, fresh) - 1.5, "noise has no directions to lose"
+    pair, fresh = (ends(TransformQuant(bits=4.5, step=step), shape) for _ in range(2))
+    found = [decibels(x, crossed(*pair, x)) for x in (tokens(shape, seed=seed) for seed in range(12))]
+    assert min(found[8:]) > found[0] + 6
+    same(*(end.state_dict() for end in pair))
+    x = 1e3 * torch.randn(shape, generator=torch.Generator().manual_seed(0)) - 5
+    less = decibels(x, crossed(*fresh, x)) - decibels(x, crossed(*pair, x))
+    assert less < 1.5, "noise has no directions to lose"
 
 
 def test_the_least_rate_is_enough() -> None:
@@ -369,4 +315,4 @@ def test_any_shape_rate_and_values(data: st.DataObject) -> None:
             else:
                 assert y[fine & (x.abs().amax(1) < LARGEST / 100)].isfinite().all()
                 assert y[~fine].isnan().all()
-        same_state(sender, receiver)
+        same(sender.state_dict(), receiver.state_dict())

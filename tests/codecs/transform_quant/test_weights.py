@@ -2,27 +2,17 @@
 
 import importlib.util
 import math
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import TransformQuant
-from lowbit.codecs.base import Session
+from lowbit.codecs import Session, TransformQuant
 from lowbit.codecs.transform_quant import cpu_fit, reference
 from lowbit.codecs.transform_quant.memory import FELT, ONE, SEEN, factors, levels_of, packed, sampled, sinks
-from lowbit.codecs.transform_quant.reference import (
-    FURTHEST_BELOW,
-    MOST_LOWERED,
-    OUTLYING,
-    TransformGeometry,
-    lowered,
-    transform_geometry,
-)
-from tests.codecs.transform_quant.messages import ends, tokens
-from tests.refused import refused
+from lowbit.codecs.transform_quant.reference import FURTHEST_BELOW, MOST_LOWERED, lowered, transform_geometry
+from tests.codecs.transform_quant.messages import ends, same, tokens
 
 SHAPE = (64, 33)
 
@@ -36,13 +26,14 @@ def uneven() -> Tensor:
     return 1e-6 * 4.0 ** (torch.arange(SHAPE[1]) % 3 - 1)
 
 
-def observed(session: Session, scale: Tensor) -> None:
-    session.observe(gradient(scale))
+def observed(session: Session, x: Tensor) -> Session:
+    session.observe(x)
     session.end_step()
+    return session
 
 
-def weights_in(sender: Session, payload: Tensor) -> Tensor:
-    return sender._geometry.layout.section(payload, "weights")
+def weights_of(sender: Session, x: Tensor) -> Tensor:
+    return sender._geometry.layout.section(sender.encode(x), "weights")
 
 
 def error(sender: Session, receiver: Session, x: Tensor) -> Tensor:
@@ -51,39 +42,29 @@ def error(sender: Session, receiver: Session, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("step", ["token", "message"])
-def test_errors_fall_where_the_other_direction_is_small_at_the_same_bytes(step: str):
+def test_errors_fall_where_the_other_direction_is_small_at_the_same_bytes_and_state(step: str):
     """By roots of gradients' mean squares, and by fourth roots of activations': errors of 4 times the energy."""
     pairs = [ends(TransformQuant(bits=3.5, step=step), SHAPE) for _ in range(2)]
-    observed(pairs[0][0], uneven() * (1 if step == "token" else 1e6))
     for seed in range(4):
+        observed(pairs[0][0], gradient(uneven() * (1 if step == "token" else 1e6)))
         weighted, plain = (error(*pair, tokens(SHAPE, seed=seed)) for pair in pairs)
     least, middle, most = (weighted[i::3].mean() for i in range(3))
     ratio, share = (4, 0.7) if step == "token" else (2, 0.9)
     assert least > ratio * middle > ratio**2 * most
     assert (uneven().square() @ weighted) < share * (uneven().square() @ plain)
     assert pairs[0][0].nbytes() == pairs[1][0].nbytes()
-
-
-def test_both_ends_stay_the_same_and_the_receiver_needs_no_gradients():
-    sender, receiver = ends(TransformQuant(), SHAPE)
-    for seed in range(3):
-        error(sender, receiver, tokens(SHAPE, seed=seed))
-        observed(sender, uneven() * 10.0**seed)
-    state = sender.state_dict()
-    assert FELT in state
-    assert FELT not in receiver.state_dict()
-    assert all(torch.equal(torch.as_tensor(state[k]), torch.as_tensor(v)) for k, v in receiver.state_dict().items())
+    state = pairs[0][0].state_dict()
+    assert state.pop(FELT).any()
+    same(pairs[0][1].state_dict(), state)  # a receiver needs no gradients
 
 
 def test_weights_of_one_change_nothing():
     """Gradients that are alike in all channels, that are zeros, or that have NaN or Inf."""
     x = tokens(SHAPE, seed=0)
-    expected = ends(TransformQuant(), SHAPE)[0].encode(x)
+    expected = ends(shape=SHAPE)[0].encode(x)
     nothing = [torch.zeros(SHAPE), gradient(torch.tensor(torch.nan)), gradient(torch.tensor(torch.inf))]
     for given in (*nothing, torch.full(SHAPE, 1e-30)):
-        session = ends(TransformQuant(), SHAPE)[0]
-        session.observe(given)
-        session.end_step()
+        session = observed(ends(shape=SHAPE)[0], given)
         assert torch.equal(session.encode(x), expected)
         assert (FELT in session.state_dict()) == (given[0, 0] == torch.tensor(1e-30))
 
@@ -109,6 +90,8 @@ def test_a_sinks_gradient_is_more_exact_by_its_norm_and_the_others_lose_little(d
     assert finer[5] < plain[5] / 2**9 + rounding
     others = torch.arange(SHAPE[0]) != 5
     assert finer[others].mean() < 2 * plain[others].mean()
+    sender = pairs[0][0]
+    assert not sender._geometry.layout.section(sender.encode(x), "gains").any(), "a note is of one message"
 
 
 @pytest.mark.parametrize(("sequences", "length"), [(128, 64), (64, 64), (8, 1024), (1, 2048), (127, 96)])
@@ -119,14 +102,6 @@ def test_no_place_of_the_sequences_is_looked_at_more_than_others(sequences: int,
     assert (places == 0).sum() <= 2 + 3 * len(places) / length
     assert sampled(SEEN, SEEN, torch.device("cpu")).tolist() == list(range(SEEN))
     assert sampled(1, SEEN, torch.device("cpu")).tolist() == [0]
-
-
-def test_a_note_is_of_one_message():
-    sender, other = (ends(TransformQuant(step="message"), SHAPE)[0] for _ in range(2))
-    note, x = sender.observe(with_sink()), tokens(SHAPE, seed=0)
-    first = sender.encode(x, note=note)
-    assert not torch.equal(first, other.encode(x))
-    assert not sender._geometry.layout.section(sender.encode(x), "gains").any()
 
 
 def test_which_tokens_are_sinks():
@@ -165,38 +140,16 @@ def test_steps_count_and_micro_batches_do_not():
     assert (sessions[0]._memory.levels != ONE).any()
 
 
-def test_a_restored_sender_goes_on_bit_for_bit():
-    codec = TransformQuant()
-    sender, _ = ends(codec, SHAPE)
-    sender.encode(tokens(SHAPE, seed=0))
-    observed(sender, uneven())
-    sender.observe(gradient(uneven().flip(0), 1))  # in the step that the checkpoint ends
-    restored = ends(codec, SHAPE)[0]
-    restored.load_state_dict(sender.state_dict())
-    for session in (sender, restored):
-        session.end_step()
-    assert torch.equal(sender.encode(tokens(SHAPE, seed=1)), restored.encode(tokens(SHAPE, seed=1)))
-
-
-def test_a_state_that_cannot_be_one_is_refused():
-    session, ones = ends(TransformQuant(), SHAPE)[0], torch.ones(33, dtype=torch.float64)
-    session.encode(tokens(SHAPE, seed=0))
-    state = session.state_dict()
-    wrong = (ones[:5], ones.float(), -ones, torch.nan * ones, "ones")
-    refused(*((partial(session.load_state_dict, state | {FELT: w}), ValueError, "state has felt") for w in wrong))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_backends_write_the_same_weights_and_read_the_same_tokens(dtype: torch.dtype):
-    codec, weights, read, payload = TransformQuant(bits=4), [], [], torch.empty(0)
+    payloads, weights, read = [], [], []
     for backend in ("reference", "cpu"):
         with kernels.backend(backend):
-            sender, receiver = ends(codec, SHAPE, dtype)
-            observed(sender, uneven())
-            own = sender.encode(tokens(SHAPE, seed=0).to(dtype))
-            payload = payload if weights else own
-            read.append(receiver.decode(payload))
-            weights.append(weights_in(sender, own))
+            sender, receiver = ends(TransformQuant(bits=4), SHAPE, dtype)
+            observed(sender, gradient(uneven()))
+            payloads.append(sender.encode(tokens(SHAPE, seed=0).to(dtype)))
+            weights.append(sender._geometry.layout.section(payloads[-1], "weights"))
+            read.append(receiver.decode(payloads[0]))
     assert torch.equal(*weights)
     torch.testing.assert_close(*read, rtol=1e-2, atol=1e-3)
 
@@ -228,39 +181,32 @@ def test_without_gradients_channels_that_differ_very_much_get_larger_errors_wher
     assert middle - small == pytest.approx(2.5 * math.sqrt(1.5) * 0.75, abs=0.3)
     assert large - middle == pytest.approx(2.5 * math.sqrt(1.5) * 0.75, abs=0.3)
     assert FELT not in sender.state_dict()
+    observed(sender, gradient(uneven()))
+    assert torch.equal(weights_of(sender, spread(2.5)), sender._memory.packed), "gradients replace own weights"
 
 
 @pytest.mark.parametrize(
-    "x",
-    [spread(0.9), spread(2.5)[:7], torch.cat([spread(2.5)[:7], torch.zeros(40, SHAPE[1])]), spread(2.5) * torch.nan],
-    ids=["like SmolLM2", "few tokens", "padded", "NaN"],
-)
-def test_otherwise_channels_are_alike(x: Tensor) -> None:
-    sender, _ = ends(TransformQuant(), tuple(x.shape))
-    assert (weights_in(sender, sender.encode(x)) == ONE * 17).all()
+    ("x", "step"),
+    [(spread(0.9), "token"), (spread(2.5)[:7], "token"), (torch.cat([spread(2.5)[:7], torch.zeros(40, 33)]), "token"),
+     (spread(2.5) * torch.nan, "token"), (spread(2.5), "message")],
+    ids=["like SmolLM2", "few tokens", "padded", "NaN", "gradients"],
+)  # fmt: skip
+def test_otherwise_channels_are_alike(x: Tensor, step: str) -> None:
+    assert (weights_of(ends(TransformQuant(step=step), tuple(x.shape))[0], x) == ONE * 17).all()
 
 
 def test_channels_of_zeros_count_as_if_in_the_middle() -> None:
     x = spread(2.3)
     x[:, 1] = 0
-    sender, _ = ends(TransformQuant(), SHAPE)
-    packed = weights_in(sender, sender.encode(x))
+    packed = weights_of(ends(shape=SHAPE)[0], x)
     levels = torch.stack([packed & 15, packed >> 4], 1).flatten()[:33:3]
     assert levels.tolist() == [ONE + 4] * 11  # 2.3 * 1.22 * 3 / 4 octaves, in halves
-
-
-def test_gradients_replace_own_weights() -> None:
-    sender, _ = ends(TransformQuant(), SHAPE)
-    observed(sender, uneven())
-    assert torch.equal(weights_in(sender, sender.encode(spread(2.5))), sender._memory.packed)
-    backward, _ = ends(TransformQuant(step="message"), SHAPE)
-    assert (weights_in(backward, backward.encode(spread(2.5))) == ONE * 17).all()
 
 
 ROWS, CHANNELS = 48, 40
 
 
-def on_cpu(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, int, int]:
+def on_cpu(z: Tensor, geo: reference.TransformGeometry) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Levels, tokens and norms that the CPU's kernels write to a payload, the largest scale, and the largest norm."""
     payload = torch.zeros(geo.layout.nbytes, dtype=torch.uint8)
     fit = cpu_fit.fitted(z, payload, geo)
@@ -268,32 +214,28 @@ def on_cpu(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, i
     return levels, tokens, norms, fit.highest, fit.largest
 
 
-def signs(seed: int = 0) -> Tensor:
-    """Tokens of norms that are no matter of rounding."""
-    return torch.randn(ROWS, CHANNELS, generator=torch.Generator().manual_seed(seed)).sign()
-
-
-def enlarged(at: dict[int, float], x: Tensor | None = None) -> Tensor:
-    x = signs() if x is None else x
-    for row, factor in at.items():
+def signs(times: dict[int, float], seed: int = 0) -> Tensor:
+    """Tokens of norms that are no matter of rounding; some of them this many times as large."""
+    x = torch.randn(ROWS, CHANNELS, generator=torch.Generator().manual_seed(seed)).sign()
+    for row, factor in times.items():
         x[row] *= factor
     return x
 
 
 MESSAGES: dict[str, tuple[Tensor, dict[int, int]]] = {
-    "none": (signs(), {}),
-    "one": (enlarged({0: 128}), {0: 28}),
-    "several": (enlarged({0: 64, 17: 32, 40: 64}), {0: 16, 17: 16, 40: 16}),  # of 68, which is more than 48
-    "4 times": (enlarged({0: 4, 1: 4.8}), {1: 9}),
-    "further than steps reach": (enlarged({5: 2.0**60}), {5: MOST_LOWERED}),
-    "NaN in a sink": (enlarged({0: math.nan, 1: 64}), {1: 24}),
-    "Inf in a sink": (enlarged({0: math.inf, 1: 64}), {1: 24}),
-    "zeros in most of the message": (enlarged(dict.fromkeys(range(8, ROWS), 0) | {0: 2}), {}),
-    "zeros, and a sink": (enlarged(dict.fromkeys(range(24, ROWS), 0) | {0: 64}), {0: 24}),
+    "none": (signs({}), {}),
+    "one": (signs({0: 128}), {0: 28}),
+    "several": (signs({0: 64, 17: 32, 40: 64}), {0: 16, 17: 16, 40: 16}),  # of 68, which is more than 48
+    "4 times": (signs({0: 4, 1: 4.8}), {1: 9}),
+    "further than steps reach": (signs({5: 2.0**60}), {5: MOST_LOWERED}),
+    "NaN in a sink": (signs({0: math.nan, 1: 64}), {1: 24}),
+    "Inf in a sink": (signs({0: math.inf, 1: 64}), {1: 24}),
+    "zeros in most of the message": (signs(dict.fromkeys(range(8, ROWS), 0) | {0: 2}), {}),
+    "zeros, and a sink": (signs(dict.fromkeys(range(24, ROWS), 0) | {0: 64}), {0: 24}),
     "zeros alone": (torch.zeros(ROWS, CHANNELS), {}),
-    "the smaller half is the median's": (enlarged(dict.fromkeys(range(24), 16.0)), dict.fromkeys(range(24), 2)),
-    "most are large": (enlarged(dict.fromkeys(range(25), 16.0)), {}),
-    **{f"{rows} alike": (1000 * signs()[:1].repeat(rows, 1), {}) for rows in (1, 2, 9)},
+    "the smaller half is the median's": (signs(dict.fromkeys(range(24), 16.0)), dict.fromkeys(range(24), 2)),
+    "most are large": (signs(dict.fromkeys(range(25), 16.0)), {}),
+    **{f"{rows} alike": (1000 * signs({})[:1].repeat(rows, 1), {}) for rows in (1, 2, 9)},
 }
 
 
@@ -326,14 +268,14 @@ def test_norms_are_lowered_to_the_last_quarter_alike(seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, ROWS + 1, (1,), generator=g))
     exponent = (torch.randn(ROWS, generator=g) * seed).round()
-    x = signs(seed) * torch.exp2(exponent)[:, None]
+    x = signs({}, seed) * torch.exp2(exponent)[:, None]
     x[count:] = 0
     norm = 4 * exponent.int() - 4 * int(exponent[:count].amax())
     usable = torch.arange(ROWS) < count
     less = lowered(norm, usable)
     assert torch.equal(less[~usable], norm[~usable])
     median, taken = norm[usable].sort().values[(count - 1) // 2], norm - less
-    assert ((taken == 0) | (norm - median > OUTLYING)).all()
+    assert ((taken == 0) | (norm - median > reference.OUTLYING)).all()
     assert int(taken.sum()) <= count
     assert int(taken.max()) <= MOST_LOWERED
     below = on_cpu(x, transform_geometry(ROWS, CHANNELS, True, None, 3.0))[2][:count]
