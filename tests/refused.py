@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def refused(*rows: tuple[Callable[[], Any], type[Exception], str]) -> list[str]:
-    """Assert that each call raises this kind of error with a text that matches a pattern; list all that do not.
+def refused(*rows: tuple[Callable[[], Any], type[Exception] | tuple[type[Exception], ...], str]) -> list[str]:
+    """Assert that each call raises such an error with a text that matches a pattern; list all that do not.
 
     Returns:
         The texts.
@@ -20,6 +20,6 @@ def refused(*rows: tuple[Callable[[], Any], type[Exception], str]) -> list[str]:
             if isinstance(error, kind) and re.search(pattern, str(error), re.S):
                 continue
             found = f"{type(error).__name__}: {error}"
-        wrong.append(f"{found}\n  instead of {kind.__name__}: {pattern}")
+        wrong.append(f"{found}\n  instead of {kind}: {pattern}")
     assert not wrong, "\n".join(wrong)
     return texts

@@ -9,6 +9,7 @@ from functools import partial
 from .attack import MOST_FAULTS, Outcome, attack
 
 CHUNK = 100_000  # cases of a process
+_say = partial(print, flush=True)
 
 
 def main() -> int:
@@ -47,10 +48,6 @@ def main() -> int:
     _say(f"{decoded:>9}  payloads survived in all, seed {options.seed}, {seconds:.0f} s")
     _say(f"{encoded:>9}  tensors to encode survived\n{len(total.faults):>9}  not survived")
     return 1 if total.faults else 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -37,13 +37,15 @@ class Room:
             if _libc.mprotect(at, PAGE, NO_ACCESS):
                 raise OSError(ctypes.get_errno(), "mprotect")
 
-    def place(self, nbytes: int, *, at_end: bool, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A tensor of `nbytes` at one end; what is left of the pages is poisoned."""
+    def place(self, nbytes: int, content: bytes | None, *, at_end: bool, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """A tensor of `nbytes` at one end, with its content; what is left of the pages is poisoned."""
         free = self._size - nbytes
         start = PAGE + (free if at_end else 0)
         slack = PAGE if at_end else PAGE + nbytes
         self._place, self._slack = slice(start, start + nbytes), slice(slack, slack + free)
         self._map[self._slack] = POISON[:free]
+        if content is not None:
+            self._map[self._place] = content
         if not nbytes:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
@@ -51,10 +53,6 @@ class Room:
     @property
     def content(self) -> bytes:
         return self._map[self._place]
-
-    @content.setter
-    def content(self, value: bytes) -> None:
-        self._map[self._place] = value
 
     def check(self, name: str) -> None:
         """Raise if the poison has changed."""
@@ -84,15 +82,11 @@ class Bench:
         self._placed.clear()
 
     def read_only(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> Tensor:
-        room, tensor = self._place(name, len(content), shape, dtype, content)
-        room.content = content
-        return tensor
+        return self._place(name, len(content), content, shape, dtype, fixed=True)[1]
 
     def written(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> tuple[Room, Tensor]:
         """A tensor to write, and the room that has its bytes."""
-        room, tensor = self._place(name, len(content), shape, dtype)
-        room.content = content
-        return room, tensor
+        return self._place(name, len(content), content, shape, dtype)
 
     def payload(self, content: bytes) -> Tensor:
         return self.read_only("the payload", content, (len(content),), torch.uint8)
@@ -106,7 +100,7 @@ class Bench:
     def empty(self, *shape: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
         """Scratch, uninitialised as far as a kernel knows."""
         sizes = tuple(shape[0]) if isinstance(shape[0], tuple | torch.Size) else shape
-        return self._place("scratch", math.prod(sizes) * dtype.itemsize, sizes, dtype)[1]
+        return self._place("scratch", math.prod(sizes) * dtype.itemsize, None, sizes, dtype)[1]
 
     def zeros(self, *shape: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
         return self.empty(*shape, dtype=dtype).zero_()
@@ -119,12 +113,12 @@ class Bench:
                 raise AssertionError(f"{name} has changed")
 
     def _place(
-        self, name: str, nbytes: int, shape: Shape, dtype: torch.dtype, content: bytes | None = None
+        self, name: str, nbytes: int, content: bytes | None, shape: Shape, dtype: torch.dtype, *, fixed: bool = False
     ) -> tuple[Room, Tensor]:
         pages = max(1, -(-nbytes // PAGE))
         room = self._rooms[pages].pop() if self._rooms[pages] else Room(pages)
-        self._placed.append((name, room, content))
-        return room, room.place(nbytes, at_end=self.at_end, shape=shape, dtype=dtype)
+        self._placed.append((name, room, content if fixed else None))
+        return room, room.place(nbytes, content, at_end=self.at_end, shape=shape, dtype=dtype)
 
 
 def guarded() -> Bench:

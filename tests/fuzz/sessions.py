@@ -15,7 +15,7 @@ from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.reference import LARGEST, decode
 
 from .guard import BEFORE, Bench, Shape
-from .targets import DTYPES, Case, as_bytes, as_tensor, damage, hard, hostile_numbers, layout_of, spans_of
+from .targets import DTYPES, Case, as_bytes, as_tensor, damage, hard, hostile_numbers, layout_of, same, spans_of
 
 
 @functools.cache
@@ -53,17 +53,15 @@ class TransformMessages:
             found = b""
             for (_, payload), forge in zip(made, forged, strict=True):
                 message = self._forged(session, payload, training) if forge else payload
-                found += self._decode(bench, session, message, dtype, training)
+                found += self._decode(bench, session, message, training)
             return found
 
         kinds = [f"{kind}{' forged' if forge else ''}" for (kind, _), forge in zip(made, forged, strict=True)]
         return Case(f"{self.name} {dtype} state {at} {kinds}", run, exact=False)
 
-    def _decode(
-        self, bench: Bench, session: TransformSession, message: bytes, dtype: torch.dtype, training: bool
-    ) -> bytes:
+    def _decode(self, bench: Bench, session: TransformSession, message: bytes, training: bool) -> bytes:
         """What comes of it, with the state; an error changes neither."""
-        room, out = bench.out(self._shape, dtype)
+        room, out = bench.out(self._shape, session.dtype)
         before, state = room.content, _bytes(session.state_dict())
         try:
             session.decode(bench.payload(message), out=out, training=training)
@@ -75,21 +73,16 @@ class TransformMessages:
 
     def _forged(self, session: TransformSession, payload: bytes, training: bool) -> bytes:
         """With the header that the receiver expects of these bytes; both backends expect the same."""
-        found = []
+        memory, geo, found = session._memory, session._geometry, []
         for backend in ("cpu", "reference"):
+            header, content = torch.empty(4, dtype=torch.int32), as_tensor(payload, torch.uint8)
+            then = [torch.empty_like(memory.directions), torch.empty_like(memory.digest)]
             with kernels.backend(backend):
-                found.append(self._follow(session, as_tensor(payload, torch.uint8), training))
-        for a, b in zip(*found, strict=True):
-            assert bool(((a == b) | (a.isnan() & b.isnan())).all()), "the backends follow differently"
-        return found[0][0].numpy().tobytes() + payload[16:]
-
-    def _follow(self, session: TransformSession, payload: Tensor, training: bool) -> list[Tensor]:
-        memory, geo = session._memory, session._geometry
-        header = torch.empty(4, dtype=torch.int32)
-        then = [torch.empty_like(memory.directions), torch.empty_like(memory.digest)]
-        follower = kernels.implementation(follow, payload.device)
-        follower(payload, memory.directions, memory.digest, header, *then, memory.messages, training, geo)
-        return [header, *then]
+                follower = kernels.implementation(follow, content.device)
+                follower(content, memory.directions, memory.digest, header, *then, memory.messages, training, geo)
+            found.append([header, *then])
+        assert all(same(a, b).all() for a, b in zip(*found, strict=True)), "the backends follow differently"
+        return as_bytes(header) + payload[16:]
 
 
 def _bytes(state: dict[str, Any]) -> bytes:

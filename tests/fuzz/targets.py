@@ -1,5 +1,6 @@
 """Hostile payloads, and what is attacked with them without a session: decoding, adding into, summing, encoding."""
 
+import functools
 import random
 import struct
 from collections.abc import Callable, Sequence
@@ -10,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs import Codec, GroupInt, Summable
+from lowbit.codecs import Codec, GroupInt
 from lowbit.kernels.layout import Layout
 from tests.codecs.examples import room_of
 
-from .guard import BEFORE, Bench, Room, Shape
+from .guard import BEFORE, Bench, Shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = 4  # payloads that are decoded by turns in one case
@@ -116,20 +117,13 @@ class Target(Protocol):
     def case(self, rng: random.Random) -> Case: ...
 
 
-def base_of(dtype: torch.dtype) -> bytes:
-    """An element's bytes that is added to."""
-    return as_bytes(torch.full((1,), 1.5, dtype=dtype))
-
-
 def same(a: Tensor, b: Tensor) -> Tensor:
     """Where numbers are equal; any NaN is like any other."""
     return (a == b) | (a.isnan() & b.isnan())
 
 
 def as_tensor(content: bytes, dtype: torch.dtype) -> Tensor:
-    if not content:
-        return torch.empty(0, dtype=dtype)
-    return torch.from_numpy(np.frombuffer(content, np.uint8).copy()).view(dtype)
+    return torch.tensor(np.frombuffer(content, np.uint8)).view(dtype)
 
 
 def as_bytes(x: Tensor) -> bytes:
@@ -147,11 +141,9 @@ def hard(rng: random.Random, shape: Shape) -> Tensor:
 
 def layout_of(codec: Codec, shape: Shape) -> Layout:
     """Sections of a payload; one of all bytes where a format has none, or the tensor travels as it is."""
-    size, plain = codec.sized(shape)
-    if plain or not size:
-        return Layout.of(all=size)
-    room = room_of(codec)
-    return room.layout(codec, shape) if hasattr(room, "layout") else Layout.of(all=size)
+    (size, plain), room = codec.sized(shape), room_of(codec)
+    plain = plain or not size or not hasattr(room, "layout")
+    return Layout.of(all=size) if plain else room.layout(codec, shape)
 
 
 def spans_of(layout: Layout) -> list[Span]:
@@ -160,25 +152,30 @@ def spans_of(layout: Layout) -> list[Span]:
     return found[:-1] or found
 
 
+@functools.cache
+def valid_payloads(codec: Codec, shape: Shape) -> tuple[list[bytes], list[Span]]:
+    """Three valid payloads, and where their sections lie."""
+    rng = random.Random(repr(shape))
+    payloads = [as_bytes(codec.encode(hard(rng, shape))) for _ in range(3)]
+    return payloads, spans_of(layout_of(codec, shape))
+
+
 class Decoding:
     """`Codec.decode`, written or added."""
 
-    def __init__(self, codec: Codec, shapes: Sequence[Shape], name: str = "") -> None:
-        self.codec, self.name, self._shapes = codec, name or repr(codec), shapes
-        self._valid: dict[Shape, tuple[list[bytes], list[Span]]] = {}
+    what = ""  # how its name begins
+
+    def __init__(self, codec: Any, shapes: Sequence[Shape], name: str = "") -> None:
+        self.codec, self.name, self._shapes = codec, self.what + (name or repr(codec)), shapes
 
     def payload(self, rng: random.Random, shape: Shape) -> tuple[str, bytes]:
-        if shape not in self._valid:
-            fixed = random.Random(repr(shape))
-            made = [self.codec.encode(hard(fixed, shape)).numpy().tobytes() for _ in range(3)]
-            self._valid[shape] = made, spans_of(layout_of(self.codec, shape))
-        valid, spans = self._valid[shape]
+        valid, spans = valid_payloads(self.codec, shape)
         return damage(rng, rng.choice(valid), spans)
 
     def case(self, rng: random.Random) -> Case:
         shape, dtype, adds = rng.choice(self._shapes), rng.choice(DTYPES), rng.random() < 0.3
         kinds, payloads = zip(*(self.payload(rng, shape) for _ in range(AT_ONCE)), strict=True)
-        base = base_of(dtype) if adds else None
+        base = as_bytes(torch.full((1,), 1.5, dtype=dtype)) if adds else None
 
         def run(bench: Bench) -> bytes:
             found = b""
@@ -188,17 +185,13 @@ class Decoding:
                 found += room.content
             return found
 
-        text = f"{self.name} {shape} {dtype} {kinds}{' added' if adds else ''}"
-        return Case(text, run, dtype, AT_ONCE)
+        return Case(f"{self.name} {shape} {dtype} {kinds}{' added' if adds else ''}", run, dtype, AT_ONCE)
 
 
 class Summing(Decoding):
     """`Summable.sum` over ranks, each of which is hostile."""
 
-    codec: Summable
-
-    def __init__(self, codec: Summable, shapes: Sequence[Shape], name: str = "") -> None:
-        super().__init__(codec, shapes, f"sum of {name or repr(codec)}")
+    what = "sum of "
 
     def case(self, rng: random.Random) -> Case:
         shape, dtype, divisor = rng.choice(self._shapes), rng.choice(DTYPES), rng.choice((1, 3))
@@ -215,10 +208,7 @@ class Summing(Decoding):
 class AddingTo(Decoding):
     """`Summable.add`: the payload is written, too."""
 
-    codec: Summable
-
-    def __init__(self, codec: Summable, shapes: Sequence[Shape]) -> None:
-        super().__init__(codec, shapes, f"add to {codec!r}")
+    what = "add to "
 
     def case(self, rng: random.Random) -> Case:
         shape, dtype = rng.choice(self._shapes), rng.choice(DTYPES)
@@ -271,38 +261,31 @@ def hostile_numbers(rng: random.Random, count: int, dtype: torch.dtype) -> tuple
     return kind, bytes(x)
 
 
-class Fused:
+class Fused(Decoding):
     """Operators that decode saved activations as they compute; sums in any order, so not compared."""
 
-    def __init__(self, name: str, bits: int, group: int) -> None:
-        self.name, self._operator, self._settings = (f"{name} {bits} bits, {group}", name, (bits, group))
-        self._codec = Decoding(GroupInt(bits=bits, group=group), ())
+    def __init__(self, operator: str, bits: int, group: int) -> None:
+        shapes = [(2, 8), (3, 100), (5, 64), (2, 7)]
+        super().__init__(GroupInt(bits=bits, group=group), shapes, f"{operator} {bits} bits, {group}")
+        self._operator = operator
 
     def case(self, rng: random.Random) -> Case:
-        shape, dtype = rng.choice(((2, 8), (3, 100), (5, 64), (2, 7))), rng.choice(DTYPES)
-        made = [self._codec.payload(rng, shape) for _ in range(2)]
+        shape, dtype = rng.choice(self._shapes), rng.choice(DTYPES)
+        made = [self.payload(rng, shape) for _ in range(2)]
         gated, backward = self._operator.startswith("gated"), self._operator.endswith("backward")
         activation, centred = rng.choice(("silu", "gelu", "relu")), rng.random() < 0.5
+        ones = as_bytes(torch.full((1,), 1.5, dtype=dtype))
+        shapes = [shape, *[shape if gated else shape[1:]] * 2 * backward]
 
         def run(bench: Bench) -> bytes:
-            rooms: list[Room] = []
-
-            def out(shape: Shape = shape) -> Tensor:
-                room, tensor = bench.out(shape, dtype)
-                rooms.append(room)
-                return tensor
-
             payloads = [bench.payload(p) for _, p in made[: 1 + gated]]
-            ones = base_of(dtype)
             rows = bench.read_only("grad_out", ones * (shape[0] * shape[1]), shape, dtype)
             weight, bias = (bench.read_only(n, ones * shape[1], shape[1:], dtype) for n in ("weight", "bias"))
-            arguments: list[Any] = [*payloads] if gated else [*payloads, weight, *([] if backward else [bias])]
-            arguments += [rows] if backward else []
-            arguments += [out() for _ in range(1 + 2 * backward * gated)]
-            if backward and not gated:
-                arguments += [out(shape[1:]), out(shape[1:])]
-            arguments += [activation] if gated else [1e-6, centred, 0.0]
-            getattr(torch.ops.lowbit, self._operator)(*arguments, *self._settings)
+            rooms, outs = zip(*(bench.out(shape, dtype) for shape in shapes), strict=True)
+            weights = [] if gated else [weight] if backward else [weight, bias]
+            settings = [activation] if gated else [1e-6, centred, 0.0]
+            arguments = *payloads, *weights, *[rows] * backward, *outs, *settings, self.codec.bits, self.codec.group
+            getattr(torch.ops.lowbit, self._operator)(*arguments)
             return b"".join(room.content for room in rooms)
 
         return Case(f"{self.name} {shape} {dtype} {made[0][0]}", run, exact=False)

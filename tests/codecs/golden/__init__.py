@@ -5,7 +5,6 @@
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,8 +27,7 @@ def sample() -> torch.Tensor:
 
 def frozen(*codecs: Codec) -> list[tuple[str, Callable[[], bytes]]]:
     """For each codec, the file's name and what makes its content: the payload of the sample."""
-    return [(f"{type(codec).__name__}-{codec.fingerprint()}.bin", partial(_payload, codec)) for codec in codecs]
-
-
-def _payload(codec: Codec) -> bytes:
-    return codec.encode(sample()).numpy().tobytes()
+    return [
+        (f"{type(each).__name__}-{each.fingerprint()}.bin", lambda each=each: each.encode(sample()).numpy().tobytes())
+        for each in codecs
+    ]

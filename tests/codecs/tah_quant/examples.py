@@ -28,13 +28,7 @@ KERNELS = [
     TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
     TAHQuant(high_bits=4, low_bits=4, pivot_ratio=2.0),
 ]
-GPU = [
-    TAHQuant(),
-    TAHQuant.published(),
-    BY_TOKEN,
-    TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
-    TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
-]
+GPU = [*KERNELS[:2], *KERNELS[5:7], TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5)]
 """For Triton's interpreter, which is slow."""
 
 SETTINGS = (64, 4, 3, 1 - 0.8, "range")  # of TAHQuant() for operators
