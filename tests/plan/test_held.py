@@ -1,13 +1,14 @@
 """Predicted bytes of pipeline stages, compared with what autograd and PyTorch's stages really hold."""
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
 from lowbit.activations import compress_saved_, counted
@@ -29,33 +30,7 @@ if version() < (2, 13):  # which loses what is saved between the passes of a bac
     NAMES = {"1f1b": "1F1B"}
 
 
-class Watched(LowBitStage):
-    """Notes what all stages of this rank and autograd hold, before and after everything that they do."""
-
-    stages: ClassVar[list[PipelineStage]] = []
-    saved: ClassVar[SavedBytes | None] = None
-    most = 0
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._watched(super().forward_one_chunk, *args, **kwargs)
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        return self._watched(super().backward_one_chunk, *args, **kwargs)
-
-    def _watched(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        self._look()
-        result = function(*args, **kwargs)
-        self._look()
-        return result
-
-    def _look(self) -> None:
-        if self.saved is not None:
-            sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_by(self.stages)}
-            beside = sum(size for key, size in sizes.items() if key not in self.saved._storages)
-            Watched.most = max(Watched.most, self.saved.now + beside)
-
-
-def held_by(stages: list[PipelineStage]) -> Iterator[torch.Tensor]:
+def held_by(stages: list[LowBitStage]) -> Iterator[torch.Tensor]:
     """Tensors that stages of PyTorch hold, and their gradients; token ids aside."""
     for stage in stages:
         forward = getattr(stage, "_forward_chunk_states", None) or stage.fwd_cache  # since 2.15, before
@@ -67,30 +42,40 @@ def held_by(stages: list[PipelineStage]) -> Iterator[torch.Tensor]:
                     yield leaf.grad
 
 
-def settings_of(name: str) -> MemorySettings:
-    each = SCHEDULES[name][1]
-    return MemorySettings(
+def watch(stages: list[LowBitStage], saved: SavedBytes) -> list[int]:
+    """The bytes that all stages of this rank and autograd hold, before and after everything that they do from now."""
+    seen = []
+
+    def look() -> None:
+        sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_by(stages)}
+        seen.append(saved.now + sum(size for key, size in sizes.items() if key not in saved._storages))
+
+    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        look()
+        result = function(*args, **kwargs)
+        look()
+        return result
+
+    for stage, name in product(stages, ("forward_one_chunk", "backward_one_chunk")):
+        setattr(stage, name, partial(watched, getattr(stage, name)))
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks
+def test_predicted_bytes_are_those_that_are_saved(name: str) -> None:
+    kind, each = SCHEDULES[name]
+    settings = MemorySettings(
         pipeline=PipelineConfig(schedule=NAMES[name], ranks=2, stages_per_rank=each, microbatches=4),
         data=DataConfig(batch=8, sequence=32),
         model=ModelConfig(dim=32, layers=6, heads=2),
         error_tokens=32,
     )
-
-
-@on_ranks
-def test_predicted_bytes_are_those_that_are_saved() -> None:
-    for name in NAMES:
-        check(name)
-
-
-def check(name: str) -> None:
-    settings = settings_of(name)
-    layout, rank = settings.layout, dist.get_rank()
-    meter = StageMeter(settings)
+    layout, held, meter, rank = settings.layout, settings.held, StageMeter(settings), dist.get_rank()
     costs = [meter.stage(layout, stage)[0] for stage in range(layout.stages)]
-    held = settings.held
     most = plan_bits(held, costs, ERRORS, device_bytes=1 << 50)
-    plan = plan_bits(held, costs, ERRORS, device_bytes=most.least + (max(most.device_bytes.values()) - most.least) // 2)
+    plan = plan_bits(held, costs, ERRORS, device_bytes=(most.least + max(most.device_bytes.values())) // 2)
+    assert len({tuple(stage.bits.values()) for stage in plan.stages}) > 1
 
     model = build_model(settings.model, vocab=256, sequence=32, seed=0).train()
     modules = {
@@ -102,10 +87,9 @@ def check(name: str) -> None:
     }  # fmt: skip
     compressed = [compress_saved_(m, plan.bits.policy(stage)) for stage, m in modules.items()]
     stages = [
-        Watched(m, stage, layout.stages, torch.device("cpu"), forward=Cast(), backward=Cast())
+        LowBitStage(m, stage, layout.stages, torch.device("cpu"), forward=Cast(), backward=Cast())
         for stage, m in modules.items()
     ]
-    kind, each = SCHEDULES[name]
     schedule: Any = kind(stages if each > 1 else stages[0], 4, loss_fn=next_token_loss)
     assert in_flight(actions_of(schedule)).moments == held.moments
     ids = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -113,12 +97,9 @@ def check(name: str) -> None:
     last = {"target": ids, "losses": []} if layout.stages - 1 in modules else {}
     schedule.step(*mine, **last, return_outputs=False)  # finds the shapes, by passes of its own
     with counted(nn.ModuleList(modules.values())) as saved:
-        Watched.stages, Watched.saved, Watched.most = stages, saved, 0
+        seen = watch(stages, saved)
         schedule.step(*mine, **last, return_outputs=False)
-        Watched.saved = None
-    fixed = sum(costs[stage].fixed for stage in modules)
     del compressed
-    bits = {tuple(stage.bits.values()) for stage in plan.stages}
-    assert Watched.most == pytest.approx(plan.device_bytes[rank] - fixed, rel=0.01)
+    fixed = sum(costs[stage].fixed for stage in modules)
+    assert max(seen) == pytest.approx(plan.device_bytes[rank] - fixed, rel=0.01)
     assert saved.now == 0, "nothing is left after the step"
-    assert len(bits) > 1

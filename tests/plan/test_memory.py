@@ -1,7 +1,8 @@
-"""`lowbit plan memory`; that its bytes are real is checked in tests/plan/test_held.py."""
+"""`lowbit plan memory`, and a run with its bits; that its bytes are real is checked in tests/plan/test_held.py."""
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,21 @@ import pytest
 import torch
 
 from lowbit.activations import LayerAware, LayerPlan, compress_saved_
+from lowbit.activations.layer_plan import PLANNED
 from lowbit.config import build
 from lowbit.plan.memory import COMMAND, MemorySettings, StageMeter
 from lowbit.plan.sizes import parse_bytes
 from lowbit.report import execute, run
-from lowbit.train import from_mapping
+from lowbit.train import TrainConfig
 from lowbit.train.activations import planned_settings
 from lowbit.train.config import GradientsConfig, OptimizerConfig
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import prepare
-from tests.train.runs import TEXT
+from lowbit.train.trainer import Trainer
+from tests.command_line import invoke
+from tests.processes import Ranks
+from tests.refused import refused
+from tests.train import runs
 
 TINY: dict[str, Any] = {
     "pipeline": {"ranks": 2, "microbatches": 2},
@@ -39,9 +45,9 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     execute(COMMAND, tiny(out=str(bits)), json=file)
     assert "relative error of the gradient" in capsys.readouterr().out
     report = json.loads(file.read_text())
-    assert report["command"] == "plan memory"
     first, last = report["rows"]
-    assert (first["layers"], last["layers"], first["held"], last["held"]) == (3, 2, 2, 1)
+    assert (report["command"], first["layers"], last["layers"]) == ("plan memory", 3, 2)
+    assert (first["held"], last["held"]) == (2, 1)
     assert first["saved_bytes"] <= first["int4_bytes"] < first["bf16_bytes"] / 2
     assert last["mlp"] >= first["mlp"]
     activation, logits = 4 * 32 * 64, 2 * 32 * 256  # float32 between stages, bfloat16 from the output matrix
@@ -52,8 +58,7 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert max(first["device_bytes"], last["device_bytes"]) <= first["budget"]
     assert first["error_all"] < first["error_int4"]
     plan = LayerPlan.read(bits)
-    chosen = [{kind: row[kind] for kind in ("norm", "mlp", "linear")} for row in (first, last)]
-    of_stages = LayerPlan.by_stage(chosen, layers=(3, 2))
+    of_stages = LayerPlan.by_stage([{kind: row[kind] for kind in PLANNED} for row in (first, last)], layers=(3, 2))
     assert (plan.stages, plan.rest) == (of_stages.stages, of_stages.rest)
     assert plan.made_for["pipeline.ranks"] == 2
     with pytest.raises(ValueError, match="cannot be written: it is a folder"):
@@ -89,16 +94,12 @@ def test_gradients_and_optimizer_in_8_bits_take_less():
 
 
 def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    out, text = tmp_path / "plan.json", tmp_path / "text.txt"
-    text.write_text(TEXT)
-    by_name, by_hand = tiny(method="agoq", out=str(out)), tiny(gradients={"storage": "fp8"}, optimizer="adamw-8bit")
+    out = str(tmp_path / "plan.json")
+    by_name, by_hand = tiny(method="agoq", out=out), tiny(gradients={"storage": "fp8"}, optimizer="adamw-8bit")
     assert (by_name.gradients, by_name.optimizer) == (by_hand.gradients, by_hand.optimizer)
     run(COMMAND, by_name)
-    config = from_mapping(
-        {name: TINY[name] for name in ("pipeline", "model")}
-        | {"data": TINY["data"] | {"text": str(text)}, "activations": {"plan": str(out)}}
-        | {"run": {"method": "agoq", "output": str(tmp_path / "run")}}
-    )
+    same = {name: TINY[name] for name in ("pipeline", "data")} | {"model": TINY["model"] | {"ffn": 0}}
+    config = runs.tiny(tmp_path, **same, activations={"plan": out}, run={"method": "agoq"})
     monkeypatch.setattr("lowbit.train.prepare.check_torchao", lambda: None)
     policies = prepare(config, ranks=2).activations
     assert all(policy is None or (isinstance(policy, LayerAware) and policy.attention == 16) for policy in policies)
@@ -119,9 +120,8 @@ def test_budgets_are_written_with_their_unit():
     assert {text: parse_bytes(text) for text in texts} == texts
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_wrong_settings_are_refused():
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"budget": "much"}, "budget is 'much'; allowed: bytes, such as 24gb"),
         ({"budget": "1.2.3gb"}, "budget is '1.2.3gb'"),
         ({"pipeline": {"ranks": 16, "microbatches": 16}, "data": {"batch": 16}}, "the pipeline has 16 stages"),
@@ -135,11 +135,8 @@ def test_budgets_are_written_with_their_unit():
         ({"gradients": {"storage": "fp7"}}, "codec is 'fp7'"),
         ({"data": {"sequence": 0}}, "data.sequence is 0; allowed: at least 1"),
         ({"error_tokens": 1}, "error_tokens is 1; allowed: at least 2"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        build(MemorySettings, wrong)
+    ]
+    refused(*((partial(build, MemorySettings, wrong), ValueError, message) for wrong, message in rows))
 
 
 def test_a_plan_is_for_the_layers_of_each_stage():
@@ -147,3 +144,29 @@ def test_a_plan_is_for_the_layers_of_each_stage():
     assert uneven.layout.layer_counts == (2, 3)
     recorded = [planned_settings(each.recipe, each.layout, 256) for each in (uneven, even, by_default)]
     assert [each["pipeline.layers"] for each in recorded] == ["2, 3", None, None]
+
+
+def trained_with(config: TrainConfig) -> tuple[list[float], set[tuple[str, int]]]:
+    """Losses of a rank, and the bits of its modules by layer type."""
+    (module,) = Trainer(prepare(config, ranks=2)).modules.values()
+    layers = [vars(m)["_lowbit_saved"] for m in module.modules() if "_lowbit_saved" in vars(m)]
+    codecs = [(layer.kind, layer.shared.codec(layer.kind, layer.name)) for layer in layers if layer.kind]
+    return runs.losses(config), {(kind, codec.bits if codec else 16) for kind, codec in codecs}
+
+
+def test_a_run_has_the_bits_that_were_planned(ranks: Ranks, tmp_path: Path):
+    file, config = tmp_path / "plan.json", runs.tiny(tmp_path)
+    words = "--pipeline.ranks 2 --pipeline.microbatches 4 --model.dim 32 --model.layers 4 --model.heads 2"
+    words += f" --model.ffn 64 --data.sequence 16 --data.batch 8 --data.text {config.data.text[0]} --out {file}"
+    result = invoke("plan", "memory", *words.split(), "--error-tokens", "32", "--error-steps", "1")
+    assert result.exit_code == 0, result.output
+    plan = LayerPlan.read(file)
+    assert plan.rest[0] != plan.rest[1]
+    config = runs.again(config, activations={"plan": str(file)})
+    written_out = {kind: [choice.bits[kind] for choice in plan.rest] for kind in PLANNED}
+    by_hand = runs.again(config, activations={"plan": "", "attention": 16, **written_out})
+    results = zip(ranks.run(trained_with, config), ranks.run(trained_with, by_hand), strict=True)
+    for stage, ((planned, bits), (expected, _)) in enumerate(results):
+        assert planned == expected
+        assert bits <= set(plan.rest[stage].bits.items())
+        assert {kind for kind, _ in bits} >= {"norm", "mlp"}

@@ -12,14 +12,14 @@ Trials of one `--seed` are the same each time, except for the speed of the machi
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported: no threads, so that processes can fork
-
-os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as the command line sets it
+# Before PyTorch is imported: no threads, so that processes can fork; and as quiet as the command line.
+os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="FATAL")
 
 import argparse
 import ctypes
 import dataclasses
 import gc
+import importlib
 import json
 import multiprocessing
 import shutil
@@ -40,47 +40,39 @@ from tests.torture import plan as plans
 from tests.torture.plan import FAULTS, SHAPES, plan
 from tests.torture.trial import Outcome, reference, run, summary_line, table
 
-_CLONE_NEWNS = 0x20000
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> int:
-    asked = _parse()
-    plans.connections = asked.connections
+    args = _parse()
+    plans.connections = args.connections
     pieces.LEAST_PIECE = 256  # messages of these small models are cut, too
     if reason := SlowLink.available():
         sys.exit(f"error: {reason}")
-    trials = plan(
-        seed=asked.seed, trials=asked.trials, faults=asked.faults, ranks=asked.ranks, supervised=asked.supervise
-    )
-    trials = [trial for trial in trials if not asked.only or trial.number in asked.only]
+    trials = plan(seed=args.seed, trials=args.trials, faults=args.faults, ranks=args.ranks, supervised=args.supervise)
+    trials = [trial for trial in trials if not args.only or trial.number in args.only]
     _own_view_of_disks()
-    _import_all()
-    _warm_up(asked.folder / "warm-up")
+    _warm_up(args.folder / "warm-up")
     outcomes: list[Outcome] = []
     began = time.monotonic()
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(asked.jobs, mp_context=context, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=_end_with_parent) as pool:
         shapes = sorted({trial.shape for trial in trials})
-        whole = [pool.submit(reference, SHAPES[name], asked.folder / f"whole-{name}") for name in shapes]
+        whole = [pool.submit(reference, SHAPES[name], args.folder / f"whole-{name}") for name in shapes]
         expected = {name: future.result() for name, future in zip(shapes, whole, strict=True)}
-        futures = {pool.submit(run, t, expected[t.shape], asked.folder / t.name): t for t in trials}
+        futures = {pool.submit(run, t, expected[t.shape], args.folder / t.name): t for t in trials}
         for count, future in enumerate(as_completed(futures), start=1):
             error = future.exception()
             broken = Outcome(trial=futures[future], wrong=[f"harness: {error!r}"])
             outcomes.append(broken if error else future.result())
             print(f"{count}/{len(trials)} {summary_line(outcomes[-1])}", flush=True)
             if outcomes[-1].passed:
-                shutil.rmtree(asked.folder / outcomes[-1].trial.name)
-            if asked.json:
-                header = {"command": "torture", "seed": asked.seed, "jobs": asked.jobs}
+                shutil.rmtree(args.folder / outcomes[-1].trial.name)
+            if args.json:
+                header = {"seed": args.seed, "jobs": args.jobs, "seconds": round(time.monotonic() - began)}
                 rows = [dataclasses.asdict(outcome) | {"passed": outcome.passed} for outcome in outcomes]
-                seconds = round(time.monotonic() - began)
-                asked.json.write_text(json.dumps(header | {"seconds": seconds, "rows": rows}, indent=2) + "\n")
+                args.json.write_text(json.dumps({"command": "torture", **header, "rows": rows}, indent=2) + "\n")
     print(table(outcomes))
-    failed = sum(not outcome.passed for outcome in outcomes)
-    if failed:
-        print(f"{failed} of {len(outcomes)} failed; what they left: {asked.folder}")
+    if failed := sum(not outcome.passed for outcome in outcomes):
+        print(f"{failed} of {len(outcomes)} failed; what they left: {args.folder}")
     return int(failed > 0)
 
 
@@ -112,30 +104,29 @@ def _faults(text: str) -> tuple[str, ...]:
 
 def _own_view_of_disks() -> None:
     """What is mounted from now on, this process and its children see only, and it goes with them."""
-    if ctypes.CDLL(None).unshare(_CLONE_NEWNS):
+    if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS
         sys.exit("error: a disk that runs full has to be mounted, which needs root")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def _end_with_parent() -> None:
     """Its namespaces, and what lives in them, follow."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _import_all() -> None:
-    """What a rank needs, so that its fork has it; nothing here starts a thread."""
-    import numba  # noqa: F401
-    import torch.distributed.pipelining  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import lowbit.cli.app
-    import lowbit.codecs.tah_quant.cpu
-    import lowbit.codecs.transform_quant.cpu
-    import lowbit.train.loop  # noqa: F401
+_OF_A_RANK = (
+    "numba torch.distributed.pipelining transformers.models.llama.modeling_llama lowbit.cli.app lowbit.train.loop "
+    "lowbit.codecs.tah_quant.cpu lowbit.codecs.transform_quant.cpu"
+)
 
 
 def _warm_up(folder: Path) -> None:
-    """What takes each process a second when it does it for the first time: kernels, and names of a model's weights."""
+    """What takes each process seconds when it does it for the first time: imports, kernels, names of a model's weights.
+
+    A fork has it then; nothing here starts a thread.
+    """
+    for name in _OF_A_RANK.split():
+        importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")

@@ -23,6 +23,7 @@ PLAIN = tuple(name for name in FAULTS if name not in ("machine", "gone"))
 
 TIMEOUT = 12.0  # run.timeout_seconds
 GRACE = 5.0  # what an end may take beyond that
+LIMIT = TIMEOUT + GRACE
 REJOIN, REJOIN_GONE = 60.0, 15.0  # run.rejoin_seconds
 STEPS, EVERY, MICROBATCHES = 24, 4, 4
 HOSTS = 2
@@ -54,7 +55,7 @@ class Shape:
         """The ranks of a host."""
         return {rank for rank in range(self.ranks) if self.host(rank) == host}
 
-    def config(self, folder: Path, *, rejoin: float = REJOIN) -> TrainConfig:
+    def config(self, folder: Path, *, gone: bool = False) -> TrainConfig:
         """A run of about ten seconds whose codecs remember, with checkpoints and evaluations on the way."""
         remembers = "TransformQuant(step='{}')"
         return tiny(
@@ -67,7 +68,8 @@ class Shape:
             data={"batch": 2 * MICROBATCHES * self.pipelines},
             run={
                 "steps": STEPS, "checkpoint_every": EVERY, "eval_every": 2 * EVERY, "timeout_seconds": TIMEOUT,
-                "rejoin_seconds": rejoin, "overwrite": False, "save_model": True, "connections": connections,
+                "rejoin_seconds": REJOIN_GONE if gone else REJOIN, "overwrite": False, "save_model": True,
+                "connections": connections,
             },
         )  # fmt: skip
 
@@ -115,13 +117,7 @@ def _trial(number: int, seed: int, fault: str, ranks: int, turn: int, supervised
     draw = random.Random(f"{seed}/{number}/{supervised}")
     at_start = draw.random() < _AT_START
     return Trial(
-        number=number,
-        seed=seed,
-        fault=fault,
-        shape=SHAPES_OF[ranks][turn % len(SHAPES_OF[ranks])],
-        supervised=supervised,
-        step=None if at_start else draw.randint(0, STEPS),
-        share=draw.random(),
-        victim=draw.randrange(ranks),
-        pause=draw.uniform(2, 8),
-    )
+        number=number, seed=seed, fault=fault, shape=SHAPES_OF[ranks][turn % len(SHAPES_OF[ranks])],
+        supervised=supervised, step=None if at_start else draw.randint(0, STEPS), share=draw.random(),
+        victim=draw.randrange(ranks), pause=draw.uniform(2, 8),
+    )  # fmt: skip

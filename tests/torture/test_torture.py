@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from tests.torture.attempt import Attempt, End, Fault
-from tests.torture.plan import FAULTS, PLAIN, SHAPES, STEPS, Trial, plan
-from tests.torture.trial import LIMIT, Outcome, complaints, endings, gave_up, table
+from tests.torture.plan import FAULTS, LIMIT, PLAIN, SHAPES, STEPS, Trial, plan
+from tests.torture.trial import Outcome, complaints, endings, gave_up, table
 
 
 def _plan(trials: int, *, supervised: bool, seed: int = 0) -> list[Trial]:

@@ -23,21 +23,8 @@ from lowbit.train import TrainConfig
 from lowbit.train.metrics import Summary
 from lowbit_lab.network import SlowLink
 from tests.torture.attempt import CUT_SECONDS, Attempt, Curve, Fault
-from tests.torture.plan import (
-    EVERY,
-    GRACE,
-    HOSTS,
-    MICROBATCHES,
-    REJOIN,
-    REJOIN_GONE,
-    SHAPES,
-    STEPS,
-    TIMEOUT,
-    Shape,
-    Trial,
-)
+from tests.torture.plan import EVERY, GRACE, HOSTS, LIMIT, MICROBATCHES, REJOIN_GONE, SHAPES, STEPS, Shape, Trial
 
-LIMIT = TIMEOUT + GRACE
 _ERROR = re.compile(r"^(?:rank \d+: )?error: (.*)$")
 _HARMLESS = re.compile(r"^(warning: |step \d+|boundary \d+|no checkpoint in )|hostname of the client socket cannot")
 
@@ -185,9 +172,6 @@ def lost(steps_before: int, resumed: Summary | None) -> list[str]:
     return [f"lost: went on from step {start}, not {at_least}"] if start < at_least else []
 
 
-RATE = 100  # Mbit/s
-DISK_BYTES = 64 << 20
-RESUME = ("--resume=auto",)
 SUPERVISE = ("--supervise",)
 PATIENCE = 30.0  # seconds after which something that should have ended counts as a hang
 
@@ -248,8 +232,7 @@ def run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
 def _run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
     shape, outcome = SHAPES[trial.shape], Outcome(trial=trial)
     disk = shape.host(trial.victim) if trial.fault == "disk" else None
-    config = shape.config(_fresh(folder), rejoin=REJOIN_GONE if trial.fault == "gone" else REJOIN)
-    with _stage(config, folder, disk=disk) as link:
+    with _stage(shape.config(_fresh(folder), gone=trial.fault == "gone"), folder, disk=disk) as link:
         attempt = Attempt(shape, link, folder, name="first", words=SUPERVISE if trial.supervised else ())
         if trial.fault == "nan":
             attempt.nan[trial.victim] = int(((trial.step or 0) % STEPS + trial.share) * MICROBATCHES)
@@ -270,10 +253,9 @@ def _stage(config: TrainConfig, folder: Path, *, disk: int | None) -> Iterator[S
     hosts = [_fresh(folder / f"host-{host}") for host in range(HOSTS)]
     with contextlib.ExitStack() as undo:
         if disk is not None:
-            size = f"size={DISK_BYTES}"
-            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "torture", str(hosts[disk])], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={64 << 20}", "torture", str(hosts[disk])], check=True)
             undo.callback(subprocess.run, ["umount", "--lazy", str(hosts[disk])], check=True)
-        yield undo.enter_context(SlowLink(hosts=HOSTS, rate_mbit=RATE))
+        yield undo.enter_context(SlowLink(hosts=HOSTS, rate_mbit=100))
 
 
 def _fresh(folder: Path) -> Path:
@@ -343,7 +325,7 @@ def _judge(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome
         outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
     else:
         outcome.wrong += complaints(attempt, fault, outcome.ends)
-        _go_on(attempt, RESUME, expected, outcome)
+        _go_on(attempt, ("--resume=auto",), expected, outcome)
 
 
 def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcome: Outcome) -> None:
