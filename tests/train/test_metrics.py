@@ -127,7 +127,7 @@ def test_pace_and_bits_are_those_of_the_settled_run():
     assert [*map(parse, summary.backward)] == [TransformQuant(bits=8, step="message")]
     stock = _summary(warmup + settled, boundary="stock-fp32")
     assert stock.bits_forward != 4.0  # it has no warm-up to leave out
-    assert _summary([_step(1)], backward="int6").bits_forward == 4.0, "it ended in its warm-up"
-    nothing = _summary([], backward="int6")
+    assert _summary([_step(1)], forward="bf16", backward="int6").bits_forward == 4.0, "it ended in its warm-up"
+    nothing = _summary([], forward="bf16", backward="int6")
     assert (nothing.loss, nothing.tokens_per_second, nothing.steps_here) == (None, None, 0)
     assert nothing.backward == ("int6",)

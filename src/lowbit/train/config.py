@@ -159,7 +159,7 @@ class PipelineConfig:
     """Micro-batches of a step in each pipeline."""
     forward: tuple[str, ...] = (AUTO,)
     """Formats of activations, by name ("transform", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
-    boundaries between stages, or one for each. "auto": for each, the most exact that its link can carry."""
+    boundaries between stages, or one for each. "auto": the most exact that the links can carry."""
     backward: tuple[str, ...] = ()
     """Formats of the gradients of activations, written like `forward`. If omitted, each forward format's default:
     itself for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
