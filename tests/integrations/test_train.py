@@ -26,7 +26,7 @@ SETTINGS = {
     "model.dim": 64, "model.layers": 4, "data.sequence": 64, "data.batch": 8, "data.max_bytes": 400_000,
     "run.steps": 40, "run.eval_batches": 2, "run.timeout_seconds": 20, "run.progress": "false",
     "run.tensorboard": "false", "run.checkpoint_every": 10, "run.rejoin_seconds": 60, "elastic.at_least": 2,
-    "elastic.error_feedback": "true",
+    "elastic.error_feedback": "true", "pipeline.forward": "transform",
     "gradients.all_reduce": "GroupInt(bits=4, group=64, symmetric=True)",
 }  # fmt: skip
 
@@ -155,8 +155,8 @@ def test_weights_of_a_peer_run_no_code(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_settings_that_do_not_go_together(tmp_path: Path):
     def given(wrong: str) -> Any:
-        config = ["elastic.lighthouse=http://127.0.0.1:1", "elastic.name=a", f"run.output={tmp_path}", wrong]
-        return lambda: prepare(load(None, config), ranks=4)
+        config = ["elastic.lighthouse=http://127.0.0.1:1", "elastic.name=a", "pipeline.forward=transform", wrong]
+        return lambda: prepare(load(None, [f"run.output={tmp_path}", *config]), ranks=4)
 
     later = "which a replica that comes later does not have"
     refused(

@@ -226,7 +226,7 @@ class ElasticConfig:
 
     lighthouse: str = ""
     """Address of torchft's lighthouse, such as "http://host:29510", which every replica must reach. Empty: no replicas.
-    Gradients are averaged in the format `gradients.all_reduce`."""
+    Gradients are averaged in the format `gradients.all_reduce`; `pipeline.forward` must name formats."""
     name: str = ""
     """Unique name of this replica. It also determines the replica's order of the data."""
     at_least: Positive = 1
