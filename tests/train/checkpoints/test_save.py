@@ -2,6 +2,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,25 @@ def _save_up_to(folder: Path, last: str) -> None:
         save(folder, [2])
 
 
+def _newest_late(folder: Path) -> tuple[SavedStep | None, list[str]]:
+    """`newest`, where both ranks find a share that is not in its place yet, and rank 1 takes longer to move it."""
+    remove = saving.remove_share
+
+    def late(target: Path) -> None:
+        time.sleep((1 + dist.get_rank()) / 4)
+        remove(target)
+
+    with mock.patch.object(saving, "remove_share", late):
+        return newest(folder)
+
+
 @pytest.mark.parametrize(("last", "step"), [("staged", None), ("committed", 2)])
 def test_a_step_counts_from_the_first_share_that_is_in_its_place(
     ranks: Ranks, tmp_path: Path, last: str, step: int | None
 ):
     """By then all are on the disks: a crash in between loses nothing, and one before that leaves no half of a step."""
     ranks.run(_save_up_to, tmp_path, last)
-    for saved, warned in ranks.run(newest, tmp_path):
+    for saved, warned in ranks.run(_newest_late, tmp_path):
         assert (saved and saved.step, warned) == (step, [])
     ranks.run(save, tmp_path, [2])
     assert ranks.run(newest, tmp_path)[0][0].step == 2

@@ -61,8 +61,7 @@ class Search:
     """Searches the disks of all ranks; every rank makes and uses one. The folder need not exist."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        self._folder, self._group = folder, group
-        self._rank = dist.get_rank(group)
+        self._folder, self._group, self._rank = folder, group, dist.get_rank(group)
         self._reasons: dict[int, dict[str, str]] = {}  # kinds of damage, by step, then by share
         self._ranks: dict[tuple[int, str], int] = {}  # number that wrote a step, by step and attempt
         self._holders: dict[tuple[int, str], dict[int, list[int]]] = {}  # by step and attempt, then by share
@@ -110,8 +109,7 @@ class Search:
         if key in self._verified:
             return self._verified[key]
         step, ranks = key[0], dist.get_world_size(self._group)
-        shares: dict[int, Manifest] = {}
-        holders: dict[int, int] = {}
+        shares, holders = dict[int, Manifest](), dict[int, int]()
         # The rank that wrote a share reads it if its disk has it; otherwise ranks take turns.
         waiting = {
             rank: sorted(having, key=lambda holder, rank=rank: (holder - rank) % ranks)
@@ -155,12 +153,16 @@ def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
     """Move the remaining shares of a step into place, if a crash came after the first was moved."""
     own = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
     begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
-    for step, path in steps_in(folder).items():
-        for rank, share in shares_in(path, staged=True).items():
-            with contextlib.suppress(DamagedShareError, OSError):  # or another rank was faster
-                if (step, read_manifest(share).attempt) in begun:
-                    commit_share(path / f"rank-{rank}")
-    gather_json(None, group)  # all wait for all, since they may share a disk
+    steps = steps_in(folder)
+    remains = any(shares_in(path, staged=True) for path in steps.values())
+    # Ranks take turns: on a shared disk, one could remove what another has just moved.
+    for turn in [turn for turn, does in enumerate(gather_json(remains, group)) if does]:
+        for step, path in steps.items() if turn == dist.get_rank(group) else ():
+            for rank, share in shares_in(path, staged=True).items():
+                with contextlib.suppress(DamagedShareError, OSError):
+                    if (step, read_manifest(share).attempt) in begun:
+                        commit_share(path / f"rank-{rank}")
+        gather_json(None, group)
 
 
 def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
@@ -169,8 +171,7 @@ def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
     for step, path in steps_in(folder).items():
         for rank, share in shares_in(path).items():
             try:
-                manifest = read_manifest(share)
-                facts = {"attempt": manifest.attempt, "ranks": manifest.ranks}
+                facts = {"attempt": (manifest := read_manifest(share)).attempt, "ranks": manifest.ranks}
             except DamagedShareError as error:
                 facts = {"reason": str(error)}
             inventory.append((step, rank, facts))
