@@ -256,8 +256,8 @@ class Auto:
             speeds = (coding_speed(codec, shape, device, seconds=0.0) for codec in parse_pair(text))
             return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
 
-        linked = self._linked = any(map(self._layout.crosses, range(self._layout.stages - 1)))
-        speeds = together(lambda: {text: coding(text) for text in self._sizes if linked}, trainer.side)
+        self._linked = any(map(self._layout.crosses, range(self._layout.stages - 1)))
+        speeds = together(lambda: {text: coding(text) for text in self._sizes if self._linked}, trainer.side)
         self._coding = speeds[trainer.rank]
         # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
         self._own: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))

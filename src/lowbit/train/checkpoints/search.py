@@ -153,11 +153,10 @@ def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
     """Move the remaining shares of a step into place, if a crash came after the first was moved."""
     own = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
     begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
-    steps = steps_in(folder)
-    remains = any(shares_in(path, staged=True) for path in steps.values())
+    left = [(step, path) for step, path in steps_in(folder).items() if shares_in(path, staged=True)]
     # Ranks take turns: on a shared disk, one could remove what another has just moved.
-    for turn in [turn for turn, does in enumerate(gather_json(remains, group)) if does]:
-        for step, path in steps.items() if turn == dist.get_rank(group) else ():
+    for turn in [turn for turn, some in enumerate(gather_json(bool(left), group)) if some]:
+        for step, path in left if turn == dist.get_rank(group) else ():
             for rank, share in shares_in(path, staged=True).items():
                 with contextlib.suppress(DamagedShareError, OSError):
                     if (step, read_manifest(share).attempt) in begun:
