@@ -321,7 +321,7 @@ def _interrupted(config: TrainConfig) -> None:
 def test_formats_follow_a_link_that_becomes_slower(tmp_path: Path, schedule: str):
     thin = "--model.layers 2 --model.dim 256 --model.ffn 64"  # or other work on the machine hides the link
     options = ["--pipeline.schedule", schedule, "--run.connections", "1", *thin.split()]
-    seen = list(follow(["100", "10"], options, tmp_path, least=20, most=150))
+    seen = list(follow(["400", "10"], options, tmp_path, least=20, most=150))
     first, slow = (next((each for each in seen if each.phase == phase), None) for phase in range(2))
     assert first
     assert slow, "formats never changed"

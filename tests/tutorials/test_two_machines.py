@@ -66,7 +66,7 @@ def test_all_steps_of_the_page(link: SlowLink, machines: Machines):
     (planned,) = follow(steps["5"], machines)
     assert "laptop" in planned
     dry, *_ = follow(steps["6"], machines)
-    assert "boundary 0" in dry
+    assert "format 3" in dry
 
     start_a, start_b = steps["7"][:2]
     a.type(start_a[1])
