@@ -15,7 +15,7 @@ from lowbit.plan.budget import InFlight, in_flight
 from lowbit.plan.cluster import Cluster, Machine
 from lowbit.plan.sizes import MOMENT_BYTES, STATE_BYTES, ModelSizes, optimizer_ns
 from lowbit.simulate import Actions, Channel, Network, Step, actions_from
-from lowbit.simulate.predict import choose_formats, predicted_step
+from lowbit.simulate.predict import AS_FAST, choose_formats, predicted_step
 from lowbit.simulate.step import order_of
 from lowbit.train.config import PipelineConfig, Schedule
 from lowbit.train.evaluate import evaluation_bytes
@@ -278,7 +278,6 @@ def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) ->
 
 
 _LAPS = ("Interleaved1F1B", "LoopedBFS")
-_AS_FAST = 1.01  # times the fastest: up to this, formats with more bits are preferred
 _FEW_STAGES = 4
 _SECONDS = attrgetter("seconds")
 _MOST_MOVES = 8  # moves of a layer from one stage to another
@@ -358,8 +357,8 @@ def search(
         assert problem is not None
         raise problem
     order = sorted((_improve(predictor, found) for found in best.values()), key=_SECONDS)
-    first = max((found for found in order if found.seconds <= _AS_FAST * order[0].seconds), key=lambda f: f.total_bits)
-    as_fast = _AS_FAST * order[0].seconds / first.seconds  # what the choice of `first` leaves of the tolerance
+    first = max((found for found in order if found.seconds <= AS_FAST * order[0].seconds), key=lambda f: f.total_bits)
+    as_fast = AS_FAST * order[0].seconds / first.seconds  # what the choice of `first` leaves of the tolerance
     return [_by_boundary(predictor, first, formats, as_fast), *(found for found in order if found is not first)]
 
 

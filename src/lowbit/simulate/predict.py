@@ -13,6 +13,7 @@ from lowbit.simulate.step import Actions, Network, StageTimes, Step, simulate
 Coding = Sequence[float]
 """Seconds to encode and to decode activations, and the same for gradients."""
 
+AS_FAST = 1.01  # times the fastest step: up to this, formats with more bits are preferred
 _AS_FAST_THERE = 1.001  # times the fastest step: as fast, when the format of one boundary is chosen
 _AS_PREDICTED = 1.15  # times the predicted step: longer ones are explained by slower links
 _LEAST_SHARE, _HALVINGS = 0.1, 10

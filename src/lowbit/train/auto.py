@@ -38,7 +38,6 @@ _RARELY = 10  # times as long, where formats with more bits do not exist: steps 
 _LOOK_SHARE, _SOONER_SHARE = 1 / 20, 1 / 8  # most of the time that looks may take: these, and those after a change
 _OTHER_RATE = 1.5  # factor by which a link must differ from the last choice's for another choice without a change
 _FRESH = 3  # steps after such a look whose durations count: those before may be of the old rate
-_AS_FAST = 1.01  # relative to the fastest: the most exact formats up to this duration are taken
 _KEEP = 1.10  # relative to the fastest: present formats with more bits than the best stay up to this duration
 _SLOWER = 1.35  # more bits must also do on links that are slower by this, so that formats do not follow a wobble
 
@@ -159,14 +158,14 @@ def choose(
     Returns:
         The format of each boundary; and predicted seconds with each format at all boundaries, and with the chosen ones.
     """
-    from lowbit.simulate.predict import choose_formats
+    from lowbit.simulate.predict import AS_FAST, choose_formats
 
     names, timed = list(formats), functools.cache(lambda mix: predict(mix, 1.0))
     uniform = {name: tuple(name if does else names[0] for does in crosses) for name in names}
     places = [i for i, does in enumerate(crosses) if does]
 
     def fastest(seconds: Callable[[tuple[str, ...]], float]) -> tuple[tuple[str, ...], float]:
-        return choose_formats(seconds, names, places, min(uniform.values(), key=seconds), as_fast=_AS_FAST)
+        return choose_formats(seconds, names, places, min(uniform.values(), key=seconds), as_fast=AS_FAST)
 
     def nbytes(formats_of: tuple[str, ...]) -> int:
         return sum(sum(formats[name]) for name in formats_of)
@@ -256,8 +255,7 @@ class Auto:
             speeds = (coding_speed(codec, shape, device, seconds=0.0) for codec in parse_pair(text))
             return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
 
-        self._linked = any(map(self._layout.crosses, range(self._layout.stages - 1)))
-        speeds = together(lambda: {text: coding(text) for text in self._sizes if self._linked}, trainer.side)
+        speeds = together(lambda: {text: coding(text) for text in self._sizes}, trainer.side)
         self._coding = speeds[trainer.rank]
         # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
         self._own: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
@@ -291,8 +289,6 @@ class Auto:
                 self._own.clear()
             self._own.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
         if self.choice is None:
-            if not self._linked:
-                return False
             left = max(_FIRST - self._count, self._config.codec_warmup_steps - metrics.step)
         elif not self._trainer.links.pairs:  # one machine
             return False

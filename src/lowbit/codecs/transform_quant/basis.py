@@ -231,7 +231,7 @@ class Transform:
         return torch.addmm(x_RC, x_RC @ y_KC.t(), ty_KC, alpha=-1)
 
     def tokens(self, z_RC: Tensor, out: Tensor, factors_C: Tensor | None = None) -> None:
-        """Write the tokens of these coefficients, times channel factors if given, to `out`, (R, C), in its dtype."""
+        """Write the tokens of these coefficients, times factors of channels if given, to `out`; may change `z_RC`."""
         y_KC, ty_KC = self._reflections(back=True)
         along_RK = z_RC @ y_KC.t()
         if out.dtype == torch.float32:

@@ -1,8 +1,8 @@
 """Bases on the CPU: PyTorch computes matrix products, compiled kernels everything between them.
 
 PyTorch multiplies rows of `x` by a few directions that are rows, too: several times faster than few columns. The
-tokens' remainder is never written out: the share of the directions that stay is subtracted from the products. These
-sums may differ from the reference's in the last bits; the arithmetic of both ends, in `follow`, may not.
+tokens' remainder is never written out: new directions are kept orthogonal to those that stay. Sums may differ from the
+reference's in the last bits; the arithmetic of both ends, in `follow`, may not.
 
 The transform takes matrix products with the directions themselves, instead of reflections. For an orthonormal basis Q
 (C, K) of the directions D = L Q', with D D' = L L', and for signs S, the reflections of `basis` multiply to
@@ -69,16 +69,12 @@ def renew(
         _replaced(
             coefficients.data_ptr(), basis.inverse_KK.data_ptr(), share.data_ptr(), slots, rank, rows, count, scale
         )
-        fresh.copy_(start(count, channels, x.device))
+        share = share if count < rank else None
+        _leave(fresh.copy_(start(count, channels, x.device)), kept, share)
         for stride in strides(rows):
-            seen, onto = x[::stride], products[:, ::stride].contiguous()
-            along = torch.mm(fresh, seen.t())
-            if count < rank:
-                along.addmm_(torch.mm(torch.mm(fresh, kept.t()), share), onto, alpha=-1)
-            along *= scale
-            torch.mm(along, seen, out=fresh)
-            if count < rank:
-                fresh.addmm_(torch.mm(torch.mm(along, onto.t()), share), kept, alpha=-1)
+            seen = x[::stride]
+            torch.mm(torch.mm(fresh, seen.t()).mul_(scale), seen, out=fresh)
+            _leave(fresh, kept, share)
             _orthonormal(fresh.data_ptr(), count, channels, scale)
         _put_directions(fresh.data_ptr(), lengths, codes, count, channels)
     else:
@@ -88,6 +84,12 @@ def renew(
     if scale:
         products.index_copy_(0, geo.layout.section(payload, "slots", torch.int16).long(), torch.mm(fresh, x.t()))
     return products.t()
+
+
+def _leave(rows: Tensor, kept_KC: Tensor, share_KK: Tensor | None) -> None:
+    """Subtract what lies in the span of the kept directions, if there are any."""
+    if share_KK is not None:
+        rows.addmm_(torch.mm(torch.mm(rows, kept_KC.t()), share_KK), kept_KC, alpha=-1)
 
 
 def follow(
@@ -271,7 +273,7 @@ class Transform(basis.Transform):
             return
         count = len(self._first_NN)
         directions_NC, begin_RN = self.directions_KC[:count], z_RC[:, :count]
-        x_RC = out if out.dtype == torch.float32 else torch.empty_like(z_RC)
+        x_RC = out if out.dtype == torch.float32 else z_RC
         if len(z_RC) < z_RC.shape[1]:
             change_RN = (z_RC @ directions_NC.t()).addmm_(begin_RN, self._triangle_NN, alpha=-1) @ self._second_NN
             torch.addmm(z_RC, change_RN @ self._first_NN.t(), directions_NC, alpha=-1, out=x_RC)
@@ -288,6 +290,8 @@ class Transform(basis.Transform):
             store(x_RC, out, False)
 
     def inverse(self) -> Tensor:
+        if len(self._first_NN) == len(self.directions_KC):
+            return self._first_NN @ self._first_NN.t()
         gram_KK = self.gram_KK.clone()
         gram_KK.diagonal().add_(RIDGE)
         return torch.cholesky_inverse(torch.linalg.cholesky_ex(gram_KK)[0]).float()
