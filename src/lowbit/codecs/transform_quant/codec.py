@@ -328,7 +328,7 @@ class TransformSession(Session):
                 directions_KC = torch.where(wrong, memory.directions, directions_KC)
                 z_RC = torch.where(wrong, math.nan, z_RC)
             gains, levels = (geo.layout.section(payload, name) for name in ("gains", "weights"))
-            if (factor_R := factors(gains, geo.rows, 0, inverse=True)) is not None:
+            if len(gains) and (factor_R := factors(gains, geo.rows, 0, inverse=True)) is not None:
                 z_RC *= factor_R[:, None]
             factor_C = factors(levels, geo.channels, ONE, inverse=True)
             transform = self._transform(payload, directions_KC)
