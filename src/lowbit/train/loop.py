@@ -122,8 +122,7 @@ class Run:
             layout=layout_of(self.config, trainer.layout),  # pyright: ignore[reportArgumentType]  # pydantic makes it
             identity=prepared.identity | {"run.precision": precision}, versions=versions(),
         )  # fmt: skip
-        crosses = any(map(trainer.layout.crosses, range(trainer.layout.stages - 1)))
-        self.auto = Auto(trainer) if self.config.pipeline.is_auto and crosses else None
+        self.auto = Auto(trainer) if self.config.pipeline.is_auto and trainer.layout.ranks > 1 else None
         nats = wanted_nats(trainer.pipeline.codecs.forward)
         self.goal = None if nats is None else Goal(trainer, nats)
         self.checked_bytes = 0  # sent by this rank for checks of the goal

@@ -278,6 +278,16 @@ def test_the_basis_is_learned_and_a_useless_one_costs_little(step: str) -> None:
     assert less < 1.5, "noise has no directions to lose"
 
 
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_in_one_direction_are_nearly_exact(backend: str, step: str) -> None:
+    """The other coordinates hold rounding errors alone, which must not decide the scales of tokens."""
+    for channels in (256, 1024):
+        x = torch.randn(128, 1, generator=torch.Generator().manual_seed(0)).expand(128, channels).contiguous()
+        with kernels.backend(backend):
+            assert decibels(x, crossed(*ends(TransformQuant(step=step), x.shape), x)) > 90
+
+
 def test_the_least_rate_is_enough() -> None:
     """Of nothing but dead symbols, whatever the tokens are."""
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) ** 5

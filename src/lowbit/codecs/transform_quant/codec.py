@@ -78,7 +78,7 @@ class TransformQuant(StatefulCodec):
     Each message brings new directions that replace the least useful ones: an eighth of K = C / 4 (at most 64, or 32
     with step="message"), or fewer if they would take more than 1/8 bit. They are the principal directions of what the
     others leave of this message, and are already used to code it. In evaluation, they are then discarded. A message
-    with NaN, Inf or magnitudes beyond 2^96, or with none from 2^-126 on, does not change the basis.
+    with NaN, Inf or magnitudes above 2^96, or with none of at least 2^-126, does not change the basis.
 
     Every message carries its number, a digest of the directions of all messages before it, and one of its own. If one
     is lost, repeated or out of order, if its directions changed on the way, or if its streams do not end exactly as

@@ -69,7 +69,6 @@ def renew(
         _replaced(
             coefficients.data_ptr(), basis.inverse_KK.data_ptr(), share.data_ptr(), slots, rank, rows, count, scale
         )
-        share = share if count < rank else None
         _leave(fresh.copy_(start(count, channels, x.device)), kept, share)
         for stride in strides(rows):
             seen = x[::stride]
@@ -86,10 +85,9 @@ def renew(
     return products.t()
 
 
-def _leave(rows: Tensor, kept_KC: Tensor, share_KK: Tensor | None) -> None:
-    """Subtract what lies in the span of the kept directions, if there are any."""
-    if share_KK is not None:
-        rows.addmm_(torch.mm(torch.mm(rows, kept_KC.t()), share_KK), kept_KC, alpha=-1)
+def _leave(rows: Tensor, kept_KC: Tensor, share_KK: Tensor) -> None:
+    """Subtract what lies in the span of the kept directions."""
+    rows.addmm_(torch.mm(torch.mm(rows, kept_KC.t()), share_KK), kept_KC, alpha=-1)
 
 
 def follow(

@@ -28,6 +28,7 @@ from lowbit.codecs.transform_quant.reference import (
     MOST_STEP,
     NAN,
     OUTLYING,
+    ROUNDED,
     ROUNDS,
     STREAM_BYTES,
     ZERO,
@@ -37,7 +38,7 @@ from lowbit.codecs.transform_quant.reference import (
     symbol_costs,
 )
 from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
-from lowbit.kernels.cpu.lines import norm_of, squares
+from lowbit.kernels.cpu.lines import largest, norm_of, squares
 from lowbit.kernels.cpu.memory import (
     Room,
     address,
@@ -217,8 +218,9 @@ def _add_squares(sums, line, scale, weight, channels) -> Any:
 @kernel
 def _invert(total, inverse, channels) -> None:
     """Invert sums of squares to weights of channels; a common factor does not change the tokens' scales."""
+    least = greater(largest(total, channels) * np.float32(ROUNDED), SMALLEST)
     for j in range(channels):
-        put_float(inverse, j, ONE / greater(get_float(total, j), SMALLEST) if get_float(total, j) > 0 else ONE)
+        put_float(inverse, j, ONE / greater(get_float(total, j), least))
 
 
 @kernel
