@@ -238,7 +238,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench pipeline --link -25mbit", "link is '-25mbit': cannot read '-25mbit'; allowed:"),
         ("plan pipeline cluster.toml", "machine 'desk': machine.tflops is -1; allowed: at least 0"),
         ("plan memory --budget 24", "budget is '24', less than a megabyte; allowed: more, such as 24gb or 800mb"),
-        ("train --allow-change run.steps", "run.allow_change is ['run.steps'] and run.resume is false"),
+        (
+            "train --allow-change run.steps",
+            "run.allow_change is ['run.steps']; allowed: with run.resume or run.supervise only",
+        ),
         ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
         ("report nowhere", "error: nowhere does not exist; allowed: the folder of a run or a file of results"),
         ("trian", "lowbit has no 'trian'; did you mean train?"),

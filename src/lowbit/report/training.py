@@ -139,7 +139,7 @@ def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
         values = [number(outcome.get(field)) for outcome in outcomes]
         if any(value is not None for value in values):
             rows.append((title, *("–" if value is None else form.format(value / unit) for value in values)))
-    text = "Speed, times and bits are those of the steps after the warm-up."
+    text = "Speed, times and bits are those of the steps after the warm-up and the last choice of formats."
     return Part(title="Outcome", text=text, head=("", *(runs if len(runs) > 1 else ["value"])), rows=rows)
 
 
@@ -214,7 +214,7 @@ def _formats(run: RunFiles) -> Iterator[Part]:
         links = ", ".join(f"{name}: {rate:,.1f}" for name, rate in choice["mbit"].items() if rate)
         trip = choice.get("round_trip")
         rows.append((
-            f"{choice['step'] + 1:,}", shown(choice["formats"]), seconds, links or "–",
+            f"{choice['step'] + 1:,}", shown(choice["formats"]), seconds, links or "one machine",
             "–" if trip is None else f"{1e3 * trip:.2f}",
         ))  # fmt: skip
     yield Part(
@@ -334,7 +334,7 @@ def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:
         yield 'A cheaper format may be faster: "tah-quant" or "int4", or pipeline.forward = "auto".'
     else:
         yield f"Computing took {compute:.2g} of {whole:.2g} seconds of a step, waiting {wait:.2g}."
-        yield "The network is not what limits this run: more bits would cost little time, fewer would gain little."
+        yield "The network is not what limits this run: fewer bits would gain little."
 
 
 def _recent(run: RunFiles) -> list[dict[str, Any]]:

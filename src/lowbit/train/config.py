@@ -328,9 +328,9 @@ class RunConfig:
     """Save the trained model at the end."""
 
     def __post_init__(self) -> None:
-        if self.allow_change and not self.resume:
+        if self.allow_change and not (self.resume or self.supervise):
             raise ConfigError(
-                f"run.allow_change is {list(self.allow_change)} and run.resume is false; allowed: with run.resume only"
+                f"run.allow_change is {list(self.allow_change)}; allowed: with run.resume or run.supervise only"
             )
         for key in ("resume", "supervise"):
             if getattr(self, key) and self.overwrite:

@@ -185,7 +185,7 @@ class Run:
                 if trainer.rank == 0:
                     self._write_about()
             trainer.pipeline.look_ahead(True)
-        if self.auto is not None and self.auto.due(metrics):
+        if self.auto is not None and not last and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
         if done == self.config.codec_warmup_steps:
             self._show_chosen()
