@@ -1,5 +1,6 @@
 import threading
 import time
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -134,7 +135,25 @@ def test_causes_are_signed_for_an_attempt_and_safe_to_print():
     assert first_line(ValueError("a\nb")) == "ValueError: a"
 
 
+class _Distant:
+    """A store that answers late."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def clone(self) -> "_Distant":
+        return _Distant(self._store.clone())
+
+    def __getattr__(self, name: str) -> Any:
+        time.sleep(0.6)
+        return getattr(self._store, name)
+
+
 @on_ranks
 def test_a_watch_that_is_closed_leaves_no_thread() -> None:
-    _peers(10).close()
-    assert not {thread.name for thread in threading.enumerate()} & {"lowbit-beat", "lowbit-guard"}
+    store = PrefixStore("peers", default_group().get_group_store())
+    for place in (store, _Distant(store)):
+        peers = Peers(cast("Any", place), rank=dist.get_rank(), ranks=dist.get_world_size(), timeout=20)
+        time.sleep(0.1)
+        peers.close()
+        assert not {thread.name for thread in threading.enumerate()} & {"lowbit-beat", "lowbit-guard"}

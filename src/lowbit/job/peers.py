@@ -27,7 +27,7 @@ _BEAT_SECONDS = 0.5
 _TURN_SECONDS = 0.2
 _LONGEST_TURN = 1.0  # seconds of a turn that count: if it took longer, this process was stopped meanwhile
 _SHARE = 0.9  # share of the time limit after which silence ends the run, so that it has ended within the limit
-_CLOSE_SECONDS = 0.5  # to wait for each thread, which the store may be blocking
+_CLOSE_SECONDS = 0.5  # to wait for each thread after a failure
 _GRACE_SECONDS = 5.0  # most seconds from an alarm to the end of a process that is still blocked
 
 
@@ -126,9 +126,9 @@ class Peers:
 
     def close(self) -> None:
         self._closed.set()
-        # A thread that is inside PyTorch when the interpreter ends can abort the process; the store may never answer.
+        # A thread inside PyTorch aborts the interpreter when it ends; after a failure the store may never answer.
         for thread in self._threads:
-            thread.join(_CLOSE_SECONDS)
+            thread.join(self._limit if self._proposed is None else _CLOSE_SECONDS)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
