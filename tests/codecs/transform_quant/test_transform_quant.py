@@ -282,10 +282,12 @@ def test_the_basis_is_learned_and_a_useless_one_costs_little(step: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_in_one_direction_are_nearly_exact(backend: str, step: str) -> None:
     """The other coordinates hold rounding errors alone, which must not decide the scales of tokens."""
-    for channels in (256, 1024):
-        x = torch.randn(128, 1, generator=torch.Generator().manual_seed(0)).expand(128, channels).contiguous()
+    number = torch.randn(128, 1, generator=torch.Generator().manual_seed(0))
+    wide = [number.expand(128, channels).contiguous() for channels in (256, 1024)]
+    for x in (*wide, *(torch.eye(1, channels) * number for channels in (4, 96))):
         with kernels.backend(backend):
-            assert decibels(x, crossed(*ends(TransformQuant(step=step), x.shape), x)) > 90
+            pair = ends(TransformQuant(step=step), x.shape)
+            assert min(decibels(x, crossed(*pair, x)) for _ in range(3)) > (80 if x.shape[1] > 4 else 25)
 
 
 def test_the_least_rate_is_enough() -> None:

@@ -288,7 +288,7 @@ class Transform(basis.Transform):
             store(x_RC, out, False)
 
     def inverse(self) -> Tensor:
-        if len(self._first_NN) == len(self.directions_KC):
+        if self._first_NN.shape == self.gram_KK.shape:
             return self._first_NN @ self._first_NN.t()
         gram_KK = self.gram_KK.clone()
         gram_KK.diagonal().add_(RIDGE)
