@@ -235,6 +235,8 @@ def test_one_machine_keeps_the_most_exact_format(ranks: Ranks, tmp_path: Path):
     assert (choice["step"], choice["formats"], choice["mbit"]) == (5, ["bf16"], {})
     fixed = again(config, pipeline={"forward": ["bf16"], "backward": []})
     assert ranks.run(_train, fixed, None, timeout=LIMIT)[0][1] == losses
+    short = again(config, run={"steps": 5, "supervise": True, "overwrite": False, "allow_change": ["run.steps"]})
+    assert ranks.run(_train, again(short, run={"output": str(tmp_path / "short")}), None, timeout=LIMIT)[0][0] == []
     alone = again(config, pipeline={"ranks": 1}, run={"steps": 2})
     assert ranks.run(_train, alone, None, ranks=1, timeout=LIMIT)[0][0] == []
 
