@@ -192,7 +192,7 @@ def _lines(summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
         yield "gradients", f"{summary.bits_gradients:.2f} bits per element between pipelines"
     if summary.bytes_sent:
         sent, saved = summary.bytes_sent / 1e6, summary.bytes_saved / 1e6
-        yield "traffic", f"{sent:,.1f} MB sent, {round(saved, 1) + 0.0:,.1f} MB less than in float32"
+        yield "traffic", f"{sent:,.1f} MB sent, {saved:z,.1f} MB less than in float32"
         parts = sorted(summary.parts.items(), key=lambda part: -part[1])
         yield "of that", ", ".join(f"{name} {nbytes / 1e6:,.1f}" for name, nbytes in parts)
     if page.exists():

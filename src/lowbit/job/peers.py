@@ -124,17 +124,19 @@ class Peers:
     def settle(self) -> None:
         del self._attempts[:-1]
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._closed.set()
         # A thread inside PyTorch aborts the interpreter when it ends; after a failure the store may never answer.
         for thread in self._threads:
-            thread.join(self._limit if self._proposed is None else _CLOSE_SECONDS)
+            thread.join(_CLOSE_SECONDS if failed else self._limit)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
         """Turn an error in the block into the one with which all ranks end; stop watching at its end."""
+        failed = True
         try:
             yield
+            failed = False
         except AgreementError:
             raise  # the same on all ranks
         except Exception as error:
@@ -147,7 +149,7 @@ class Peers:
                 raise
             raise cause from error
         finally:
-            self.close()
+            self.close(failed=failed)
 
     def explain(self, error: BaseException) -> PeerError | None:
         """Return the error that names the cause of a failed call; None if `error` names it itself.

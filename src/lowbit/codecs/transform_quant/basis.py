@@ -233,14 +233,14 @@ class Transform:
     def tokens(self, z_RC: Tensor, out: Tensor, factors_C: Tensor | None = None) -> None:
         """Write the tokens of these coefficients, times factors of channels if given, to `out`; may change `z_RC`."""
         y_KC, ty_KC = self._reflections(back=True)
-        along_RK = z_RC @ y_KC.t()
-        if out.dtype == torch.float32:
-            torch.addmm(z_RC, along_RK, ty_KC, alpha=-1, out=out)
-            if factors_C is not None:
-                out.mul_(factors_C)
-        else:
-            x_RC = z_RC.addmm(along_RK, ty_KC, alpha=-1)
-            store(x_RC if factors_C is None else x_RC.mul_(factors_C), out, False)
+        x_RC = out if out.dtype == torch.float32 else z_RC
+        self._give(torch.addmm(z_RC, z_RC @ y_KC.t(), ty_KC, alpha=-1, out=x_RC), out, factors_C)
+
+    def _give(self, x_RC: Tensor, out: Tensor, factors_C: Tensor | None) -> None:
+        if factors_C is not None:
+            x_RC.mul_(factors_C)
+        if x_RC is not out:
+            store(x_RC, out, False)
 
     def inverse(self) -> Tensor:
         """See `gram_inverse`."""

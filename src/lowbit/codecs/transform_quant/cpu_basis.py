@@ -41,7 +41,6 @@ from lowbit.kernels.cpu.memory import (
 )
 from lowbit.kernels.cpu.operations import greater, lesser, magnitude, round_signed, truncate
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
-from lowbit.kernels.exact import store
 
 FAR, MOST = np.float32(FARTHEST), np.float32(127)
 INFINITE = np.float32(np.inf)
@@ -282,13 +281,10 @@ class Transform(basis.Transform):
             back_NC = self._first_NN.t() @ directions_NC
             back_NC.diagonal().sub_(1)
             torch.addmm(z_RC, z_RC @ into_CN, back_NC, alpha=-1, out=x_RC)
-        if factors_C is not None:
-            x_RC.mul_(factors_C)
-        if x_RC is not out:
-            store(x_RC, out, False)
+        self._give(x_RC, out, factors_C)
 
     def inverse(self) -> Tensor:
-        if self._first_NN.shape == self.gram_KK.shape:
+        if self._first_NN.shape == self.gram_KK.shape:  # all directions exist: no ridge is needed
             return self._first_NN @ self._first_NN.t()
         gram_KK = self.gram_KK.clone()
         gram_KK.diagonal().add_(RIDGE)

@@ -27,8 +27,8 @@ from lowbit.codecs.transform_quant.reference import (
     MOST_LOWERED,
     MOST_STEP,
     NAN,
+    NEGLIGIBLE,
     OUTLYING,
-    ROUNDED,
     ROUNDS,
     STREAM_BYTES,
     ZERO,
@@ -218,7 +218,7 @@ def _add_squares(sums, line, scale, weight, channels) -> Any:
 @kernel
 def _invert(total, inverse, channels) -> None:
     """Invert sums of squares to weights of channels; a common factor does not change the tokens' scales."""
-    least = greater(largest(total, channels) * np.float32(ROUNDED), SMALLEST)
+    least = greater(largest(total, channels) * np.float32(NEGLIGIBLE), SMALLEST)
     for j in range(channels):
         put_float(inverse, j, ONE / greater(get_float(total, j), least))
 

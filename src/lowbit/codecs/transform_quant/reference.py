@@ -47,7 +47,7 @@ SLACK = 4  # bytes behind the streams, so that whole words can be read at their 
 ZERO, NAN = 255, 254  # instead of a token's scale: all zeros; with NaN or Inf
 FURTHEST_BELOW = 253  # quarters of an octave that a scale can lie below the largest one
 ROUNDS = 2  # of fitting scales of directions and tokens to each other
-ROUNDED = 2.0**-40  # share of the largest channel's mean square: smaller ones are rounding errors
+NEGLIGIBLE = 2.0**-40  # share of the largest channel's mean square: smaller ones are rounding errors
 FINE = 64  # steps to an octave
 LEAST_STEP, MOST_STEP = -126 * FINE, 126 * FINE
 OUTLYING = 8  # quarters of an octave above the median: a token of a larger norm is coded as finely as the median's
@@ -237,7 +237,7 @@ def fitted(z: Tensor, geo: TransformGeometry, dtype: torch.dtype = torch.float64
     token_R = usable_R.to(dtype)
     for _ in range(ROUNDS + 1):
         channel_C = torch.where(token_R > 0, token_R, 1.0).clamp(min=SMALLEST).reciprocal() @ a_RC / count
-        token_R = a_RC @ channel_C.clamp(min=channel_C.amax() * ROUNDED + SMALLEST).reciprocal() / geo.channels
+        token_R = a_RC @ channel_C.clamp(min=channel_C.amax() * NEGLIGIBLE + SMALLEST).reciprocal() / geo.channels
     norm_R += 4 * exponent_R
     lowered_R = lowered(norm_R, usable_R) if geo.by_token else norm_R
     tokens_R = _quarters(token_R) + (norm_R - lowered_R if geo.by_token else 4 * exponent_R)
