@@ -2,7 +2,7 @@
 
 PyTorch multiplies rows of `x` by a few directions that are rows, too: several times faster than few columns. The
 tokens' remainder is never written out: new directions are kept orthogonal to those that stay. Sums may differ from the
-reference's in the last bits; the arithmetic of both ends, in `follow`, may not.
+reference's in the last bits, and the inverse by its ridge; the arithmetic of both ends, in `follow`, may not.
 
 The transform takes matrix products with the directions themselves, instead of reflections. For an orthonormal basis Q
 (C, K) of the directions D = L Q', with D D' = L L', and for signs S, the reflections of `basis` multiply to
