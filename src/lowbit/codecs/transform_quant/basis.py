@@ -225,10 +225,10 @@ class Transform:
     def __init__(self, directions_KC: Tensor, before: "Transform | None" = None, slots: Tensor | None = None) -> None:
         self.directions_KC = directions_KC
 
-    def coefficients(self, x_RC: Tensor, products_RK: Tensor | None = None) -> Tensor:
-        """Coefficients of float32 tokens, (R, C), whose products with the directions may be known."""
+    def coefficients(self, x_RC: Tensor, products_RK: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Coefficients of float32 tokens, (R, C), whose products with the directions may be known; `out` may be x."""
         y_KC, ty_KC = self._reflections(back=False)
-        return torch.addmm(x_RC, x_RC @ y_KC.t(), ty_KC, alpha=-1)
+        return torch.addmm(x_RC, x_RC @ y_KC.t(), ty_KC, alpha=-1, out=out)
 
     def tokens(self, z_RC: Tensor, out: Tensor, factors_C: Tensor | None = None) -> None:
         """Write the tokens of these coefficients, times factors of channels if given, to `out`; may change `z_RC`."""

@@ -62,6 +62,8 @@ from lowbit.kernels.cpu.memory import (
 __all__ = ["Transform", "decode", "encode", "follow", "own_squares", "renew"]
 
 STATES = 4 * LANES
+LISTS = 16  # of channels with lowest bits, by a row's addend modulo this
+NO_ROW = np.int32(DEAD_TOKEN - 1)
 BEYOND = -MIDDLE  # marks a code beyond the symbols
 
 
@@ -215,33 +217,34 @@ def _taken_in(symbols, count, table, places, words, states) -> Any:
 
 
 @helper
-def _wide_columns(columns, channel, rows, first, last) -> Any:
-    """List the channels that have lowest bits in any of the rows; return their number."""
-    most, wide = np.int64(DEAD_TOKEN), 0
-    for r in range(first, last):
-        most = max(most, np.int64(get_int(rows, r)))
-    for j in range(len(columns)):
-        columns[wide] = j
-        wide += np.int64(raw_of(scale_of(get_int(channel, j), most))) > 0
-    return wide
+def _wide_in(lists, keys, counts, channel, row, channels) -> Any:
+    """The line of `lists` that holds the channels with lowest bits in rows of this addend: 32 channel + width."""
+    slot = np.int64(row) % LISTS
+    if keys[slot] != row:
+        wide = 0
+        for j in range(channels):
+            width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
+            lists[slot, wide] = j << 5 | width
+            wide += width > 0
+        keys[slot], counts[slot] = row, wide
+    return slot
 
 
 @kernel
 def _put_rest(codes, symbols, first, last, channels, channel, rows, beyond, count) -> None:
     """Write the `count` codes beyond the symbols, then the lowest bits of all codes."""
-    low, bit, at = beyond + 2 * count, 0, 0
-    columns = np.empty(channels, np.int64)
-    wide = _wide_columns(columns, channel, rows, first, last)
+    low, held, bits, at = beyond + 2 * count, 0, 0, 0
+    lists, keys, counts = np.empty((LISTS, channels), np.int32), np.full(LISTS, NO_ROW), np.empty(LISTS, np.int64)
     for r in range(first, last):
         row = get_int(rows, r)
-        for k in range(wide):
-            j = columns[k]
-            width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
-            if width > 0:
-                to = low + (bit >> 3)
-                part = np.int64(get_int(codes, at + j)) & ((1 << width) - 1)
-                put_int(to, 0, np.int64(get_int(to, 0)) | (part << (bit & 7)))
-                bit += width
+        slot = _wide_in(lists, keys, counts, channel, row, channels)
+        for k in range(counts[slot]):
+            entry = np.int64(lists[slot, k])
+            width = entry & 31
+            held |= (np.int64(get_int(codes, at + (entry >> 5))) & ((1 << width) - 1)) << bits
+            bits += width
+            put_int(low, 0, held)
+            low, held, bits = low + (bits >> 3), held >> (bits & 56), bits & 7
         here = _beyond(symbols + 2 * at, channels) if count > 0 else 0
         j = 0
         while here > 0:
@@ -307,8 +310,7 @@ def _given_out(states, word, words, limits, places, count, out, spare) -> Any:
 def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond, count, raw, out) -> Any:
     """Replace upper parts of codes by coefficients; return the numbers of bytes of lowest bits, and of codes beyond."""
     low, bit, left = beyond + 2 * count, 0, count
-    columns = np.empty(channels, np.int64)
-    wide = _wide_columns(columns, channel, rows, first, last)
+    lists, keys, counts = np.empty((LISTS, channels), np.int32), np.full(LISTS, NO_ROW), np.empty(LISTS, np.int64)
     for r in range(first, last):
         row, step, line = get_int(rows, r), get_float(steps, r), out + 4 * r * channels
         here = 0
@@ -320,13 +322,13 @@ def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond,
                 put_int(line, j, np.int64(np.int16(get_half(beyond, 0))) if left > 0 else 0)
                 beyond, left, here = beyond + 2 * (left > 0), left - 1, here - 1
             j += 1
-        for k in range(wide):
-            j = columns[k]
-            width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
-            if width > 0:
-                part = (np.int64(get_int(low + min(bit >> 3, raw), 0)) & 0xFFFFFFFF) >> (bit & 7)
-                put_int(line, j, np.int64(get_int(line, j)) << width | (part & ((1 << width) - 1)))
-                bit += width
+        slot = _wide_in(lists, keys, counts, channel, row, channels)
+        for k in range(counts[slot]):
+            entry = np.int64(lists[slot, k])
+            j, width = entry >> 5, entry & 31
+            part = (np.int64(get_int(low + min(bit >> 3, raw), 0)) & 0xFFFFFFFF) >> (bit & 7)
+            put_int(line, j, np.int64(get_int(line, j)) << width | (part & ((1 << width) - 1)))
+            bit += width
         for j in range(channels):
             middle = middle_of(get_int(line, j), dither_of(r * channels + j, seed))
             if draw:

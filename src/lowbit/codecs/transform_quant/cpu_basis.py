@@ -1,8 +1,7 @@
-"""Bases on the CPU: PyTorch computes matrix products, compiled kernels everything between them.
+"""Bases on the CPU: PyTorch computes products with matrices, compiled kernels those with few vectors and all between.
 
-PyTorch multiplies rows of `x` by a few directions that are rows, too: several times faster than few columns. The
-tokens' remainder is never written out: new directions are kept orthogonal to those that stay. Sums may differ from the
-reference's in the last bits, and the inverse by its ridge; the arithmetic of both ends, in `follow`, may not.
+The tokens' remainder is never written out: new directions are kept orthogonal to those that stay. Sums may differ from
+the reference's in the last bits, and the inverse by its ridge; the arithmetic of both ends, in `follow`, may not.
 
 The transform takes matrix products with the directions themselves, instead of reflections. For an orthonormal basis Q
 (C, K) of the directions D = L Q', with D D' = L L', and for signs S, the reflections of `basis` multiply to
@@ -24,9 +23,10 @@ from torch import Tensor
 from lowbit.codecs.transform_quant import basis
 from lowbit.codecs.transform_quant.basis import FARTHEST, LONGEST, PLACES, RIDGE, WEIGHT, Basis, start, strides
 from lowbit.codecs.transform_quant.reference import TransformGeometry
-from lowbit.kernels.cpu.jit import helper, kernel, summing
-from lowbit.kernels.cpu.lines import add_times, dot, largest, norm_of, squares
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
+from lowbit.kernels.cpu.lines import add_times, dot, largest, norm_of, squares, sum_over_rows
 from lowbit.kernels.cpu.memory import (
+    Room,
     get_byte,
     get_double,
     get_float,
@@ -39,8 +39,18 @@ from lowbit.kernels.cpu.memory import (
     put_int,
     put_word,
 )
-from lowbit.kernels.cpu.operations import greater, lesser, magnitude, round_signed, truncate
+from lowbit.kernels.cpu.operations import (
+    bits_float,
+    float_bits,
+    greater,
+    greater32,
+    lesser,
+    magnitude,
+    round_signed,
+    truncate,
+)
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
+from lowbit.kernels.layout import ceil_div
 
 FAR, MOST = np.float32(FARTHEST), np.float32(127)
 INFINITE = np.float32(np.inf)
@@ -59,8 +69,7 @@ def renew(
     slots, lengths, codes = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions"))
     x, kept = x.float(), basis.directions_KC
     products = torch.mm(kept, x.t())
-    low, high = map(np.float32, x.aminmax())
-    most = max(-low, high)
+    most = _most(x.data_ptr(), x.numel())
     scale = float(ONE / most) if SMALLEST <= most <= FAR else 0.0  # 0 also for NaN
     fresh = torch.empty(count, channels, dtype=torch.float32, device="cpu")
     if scale:
@@ -68,25 +77,34 @@ def renew(
         _replaced(
             coefficients.data_ptr(), basis.inverse_KK.data_ptr(), share.data_ptr(), slots, rank, rows, count, scale
         )
-        _leave(fresh.copy_(start(count, channels, x.device)), kept, share)
+        others = kept.data_ptr(), share.data_ptr(), rank, channels
+        _outside(fresh.copy_(start(count, channels, x.device)).data_ptr(), count, *others, ONE)
         for stride in strides(rows):
-            seen = x[::stride]
-            torch.mm(torch.mm(fresh, seen.t()).mul_(scale), seen, out=fresh)
-            _leave(fresh, kept, share)
-            _orthonormal(fresh.data_ptr(), count, channels, scale)
+            _multiply(fresh, x, stride, scale)
+            _outside(fresh.data_ptr(), count, *others, np.float32(scale))
         _put_directions(fresh.data_ptr(), lengths, codes, count, channels)
     else:
         geo.layout.section(payload, "slots", torch.int16).fill_(-1)
     header = geo.layout.section(payload, "header", torch.int32)
     follow(payload, kept, basis.digest, header, new.directions_KC, new.digest, number, training, geo)
     if scale:
-        products.index_copy_(0, geo.layout.section(payload, "slots", torch.int16).long(), torch.mm(fresh, x.t()))
+        into = products.data_ptr()
+        over_rows(
+            lambda i, j: _products(x.data_ptr(), i, j, rows, channels, fresh.data_ptr(), count, slots, into),
+            rows, x.nbytes,
+        )  # fmt: skip
     return products.t()
 
 
-def _leave(rows: Tensor, kept_KC: Tensor, share_KK: Tensor) -> None:
-    """Subtract what lies in the span of the kept directions."""
-    rows.addmm_(torch.mm(torch.mm(rows, kept_KC.t()), share_KK), kept_KC, alpha=-1)
+def _multiply(directions: Tensor, x: Tensor, stride: int, scale: float) -> None:
+    """Replace directions D (M, C) by scale D x' x, for every `stride`th token."""
+    (count, channels), before = directions.shape, directions.clone()
+
+    def work(first: int, last: int, sums: int) -> None:
+        begin = x.data_ptr() + 4 * channels * stride * first
+        _multiplied(begin, stride, last - first, channels, before.data_ptr(), count, np.float32(scale), sums)
+
+    sum_over_rows(work, ceil_div(len(x), stride), x.nbytes // stride, directions.data_ptr(), count * channels)
 
 
 def follow(
@@ -100,6 +118,15 @@ def follow(
         geo.channels, directions.data_ptr(), digest.data_ptr(), header.data_ptr(),
         next_directions.data_ptr(), next_digest.data_ptr(), number % (1 << 31), training,
     )  # fmt: skip
+
+
+@kernel
+def _most(x, count) -> Any:
+    """Largest magnitude, or NaN if there is one, whose bits are above all others."""
+    most = np.int32(0)
+    for j in range(count):
+        most = greater32(most, float_bits(magnitude(get_float(x, j))))
+    return bits_float(most)
 
 
 @kernel
@@ -140,13 +167,86 @@ def _replaced(c, inverse, kept, slots, rank, rows, count, scale) -> None:
 
 
 @kernel
-def _orthonormal(new, count, channels, scale) -> None:
-    """Scale and orthonormalise sums of remainders; replace zeros by any directions."""
+def _multiplied(x, stride, rows, channels, directions, count, scale, sums) -> None:
+    for j in range(count * channels):
+        put_float(sums, j, ZERO)
+    for r in range(0, rows, 4):
+        at = _four(x, 4 * channels * stride, r, rows)
+        for m in range(count):
+            along = _dots(directions + 4 * m * channels, at, channels)
+            _add_all(sums + 4 * m * channels, at, scale, along, rows - r, channels)
+
+
+@kernel
+def _products(x, first, last, rows, channels, directions, count, slots, products) -> None:
+    for r in range(first, last, 4):
+        at = _four(x, 4 * channels, r, last)
+        for m in range(count):
+            along = _dots(directions + 4 * m * channels, at, channels)
+            line = np.int64(get_half(slots, m)) * rows + r
+            for i in range(min(4, last - r)):
+                put_float(products, line + i, along[i])
+
+
+@helper
+def _four(x, pitch, first, end) -> Any:
+    """Addresses of four lines from `first` on; the last one stands for those beyond the end."""
+    last, line = x + pitch * (end - 1), x + pitch * first
+    return line, min(line + pitch, last), min(line + 2 * pitch, last), min(line + 3 * pitch, last)
+
+
+@summing
+def _dots(x, lines, count) -> Any:
+    """Products of x with four lines: several at once, because a processor adds faster than it loads."""
+    a, b, c, d = lines
+    first = second = third = fourth = ZERO
+    for j in range(count):
+        value = get_float(x, j)
+        first += value * get_float(a, j)
+        second += value * get_float(b, j)
+        third += value * get_float(c, j)
+        fourth += value * get_float(d, j)
+    return first, second, third, fourth
+
+
+@summing
+def _add_all(x, lines, scale, factors, used, count) -> None:
+    """Add to x the first `used` of four lines, at most, each times the scale and its factor."""
+    (a, b, c, d), (f, g, h, i) = lines, factors
+    f, g, h, i = (
+        f * scale,
+        g * scale if used > 1 else ZERO,
+        h * scale if used > 2 else ZERO,
+        i * scale if used > 3 else ZERO,
+    )
+    for j in range(count):
+        first, second = f * get_float(a, j) + g * get_float(b, j), h * get_float(c, j) + i * get_float(d, j)
+        put_float(x, j, get_float(x, j) + (first + second))
+
+
+@kernel
+def _outside(new, count, kept, share, rank, channels, scale) -> None:
+    """Scale vectors, subtract what lies in the span of the kept directions, and orthonormalise the rest.
+
+    Zeros are replaced by any directions.
+    """
+    along, part = np.empty(rank + 3, np.float32), np.empty(rank + 3, np.float32)
     for m in range(count):
         line = new + 4 * m * channels
         for j in range(channels):
-            value = get_float(line, j) * np.float32(scale)
+            value = get_float(line, j) * scale
             put_float(line, j, value if magnitude(value) < INFINITE else ZERO)
+        for k in range(0, rank, 4):
+            along[k], along[k + 1], along[k + 2], along[k + 3] = _dots(
+                line, _four(kept, 4 * channels, k, rank), channels
+            )
+        part[:] = ZERO
+        for k in range(rank):
+            for i in range(rank):
+                part[i] += along[k] * get_float(share, k * rank + i)
+        for k in range(0, rank, 4):
+            factors = part[k], part[k + 1], part[k + 2], part[k + 3]
+            _add_all(line, _four(kept, 4 * channels, k, rank), -ONE, factors, rank - k, channels)
     axis = 0  # an axis that failed once lies in the span of the directions so far, and would fail again
     for m in range(count):
         line = new + 4 * m * channels
@@ -240,27 +340,22 @@ class Transform(basis.Transform):
             slots = torch.arange(rank, dtype=torch.int16, device="cpu")
         _update(directions_KC.data_ptr(), rank, channels, slots.data_ptr(), len(slots), gram_KK.data_ptr())
         self.gram_KK = gram_KK
-        first, second, triangle = torch.empty(3, rank * rank, dtype=torch.float32, device="cpu")
-        scratch = torch.empty(3 * rank * rank + rank, dtype=torch.float64, device="cpu")
-        count = _factored(
-            gram_KK.data_ptr(), directions_KC.data_ptr(), rank, channels, first.data_ptr(), second.data_ptr(),
-            triangle.data_ptr(), scratch.data_ptr(),
-        )  # fmt: skip
-        self._simple = count >= 0
         # A, M^-1 and S L' for the directions that exist.
-        self._first_NN, self._second_NN, self._triangle_NN = (
-            part[: count**2].view(count, count) if count >= 0 else part for part in (first, second, triangle)
-        )
+        parts, scratch = torch.empty(3, rank, rank, dtype=torch.float32, device="cpu"), Room(8 * (4 * rank + 1) * rank)
+        count = _factored(gram_KK.data_ptr(), directions_KC.data_ptr(), rank, channels, parts.data_ptr(), *scratch.at)
+        self._simple = count >= 0
+        parts = parts[:, :count, :count] if 0 <= count < rank else parts
+        self._first_NN, self._second_NN, self._triangle_NN = parts
 
-    def coefficients(self, x_RC: Tensor, products_RK: Tensor | None = None) -> Tensor:
+    def coefficients(self, x_RC: Tensor, products_RK: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         if not self._simple:
-            return super().coefficients(x_RC)
+            return super().coefficients(x_RC, out=out)
         count = len(self._first_NN)
         if products_RK is None:
             products_RK = x_RC @ self.directions_KC.t()
         begin_RN = products_RK[:, :count] @ self._first_NN
         along_RN = (begin_RN - x_RC[:, :count]) @ self._second_NN.t()
-        z_RC = torch.addmm(x_RC, along_RN, self.directions_KC[:count], alpha=-1)
+        z_RC = torch.addmm(x_RC, along_RN, self.directions_KC[:count], alpha=-1, out=out)
         z_RC[:, :count] = begin_RN
         return z_RC
 
@@ -284,7 +379,7 @@ class Transform(basis.Transform):
         self._give(x_RC, out, factors_C)
 
     def inverse(self) -> Tensor:
-        if self._first_NN.shape == self.gram_KK.shape:  # all directions exist: no ridge is needed
+        if self._simple and self._first_NN.shape == self.gram_KK.shape:  # all directions exist: no ridge is needed
             return self._first_NN @ self._first_NN.t()
         gram_KK = self.gram_KK.clone()
         gram_KK.diagonal().add_(RIDGE)
@@ -312,19 +407,23 @@ def _dot(x, y, count) -> Any:
 
 
 @kernel
-def _factored(gram, directions, rank, channels, first, second, triangle, scratch) -> Any:
+def _factored(gram, directions, rank, channels, first, scratch) -> Any:
     """Compute A, M^-1 and S L'; return the number of directions, or -1 if they are not as `Transform` needs them."""
+    second, triangle = first + 4 * rank**2, first + 8 * rank**2
     count = 0
     while count < rank and get_double(gram, count * (rank + 1)) > 0:
         count += 1
     for i in range(count, rank):
         if get_double(gram, i * (rank + 1)) != 0:  # also NaN
             return -1
-    u, m, x, signs = scratch, scratch + 8 * count**2, scratch + 16 * count**2, scratch + 24 * count**2
+    size = 8 * count**2
+    u, m, x, y, signs = scratch, scratch + size, scratch + 2 * size, scratch + 3 * size, scratch + 4 * size
     for i in range(count):
         for k in range(count):
             put_double(u, i * count + k, get_double(gram, i * rank + k) if k >= i else 0.0)
-            put_double(x, i * count + k, 0.0)
+            put_double(m, i * count + k, -np.float64(get_float(directions, k * channels + i)))
+            put_double(x, i * count + k, 1.0 if k == i else 0.0)
+            put_double(y, i * count + k, 1.0 if k == i else 0.0)
     for i in range(count):
         pivot, square = get_double(u, i * (count + 1)), get_double(gram, i * (rank + 1))
         if not (pivot > DEPENDENT * square and SHORTEST < square < 1 / SHORTEST):
@@ -332,9 +431,6 @@ def _factored(gram, directions, rank, channels, first, second, triangle, scratch
         _scale(u + 8 * i * count, 1 / np.sqrt(pivot), i, count)
         for k in range(i + 1, count):
             _add(u + 8 * k * count, u + 8 * i * count, -get_double(u, i * count + k), k, count)
-    for i in range(count):
-        for k in range(count):
-            put_double(m, i * count + k, -np.float64(get_float(directions, k * channels + i)))
     for i in range(count):
         line = m + 8 * i * count
         if np.abs(get_double(line, i)) >= get_double(u, i * (count + 1)) * (1 - ON_ITS_AXIS):
@@ -344,46 +440,35 @@ def _factored(gram, directions, rank, channels, first, second, triangle, scratch
         _add(line, u + 8 * i * count, sign, i, count)
         inverse = 1 / get_double(line, i)
         for k in range(i + 1, count):
-            other = m + 8 * k * count
-            factor = get_double(other, i) * inverse
-            put_double(other, i, factor)
-            _add(other, line, -factor, i + 1, count)
+            factor = -get_double(m, k * count + i) * inverse
+            _add(m + 8 * k * count, line, factor, i + 1, count)
+            _add(y + 8 * k * count, y + 8 * i * count, factor, 0, i + 1)
+    _solve(u, x, count)
+    _solve(m, y, count)
     for i in range(count):
         for k in range(count):
-            put_float(triangle, i * count + k, np.float32(get_double(signs, i) * get_double(u, i * count + k)))
-    _solve(u, x, count, True)
-    for i in range(count):
-        for k in range(count):
-            put_float(first, i * count + k, np.float32(get_double(signs, k) * get_double(x, i * count + k)))
-    for i in range(count):
-        for k in range(count):
-            put_double(x, i * count + k, 0.0)
-    for i in range(count):
-        put_double(x, i * (count + 1), 1.0)
-        for k in range(i):
-            _add(x + 8 * i * count, x + 8 * k * count, -get_double(m, i * count + k), 0, k + 1)
-    _solve(m, x, count, False)
-    for j in range(count * count):
-        put_float(second, j, np.float32(get_double(x, j)))
+            at, sign = i * count + k, get_double(signs, k)
+            put_float(first, i * rank + k, np.float32(sign * get_double(x, at)))
+            put_float(second, i * rank + k, np.float32(get_double(y, at)))
+            put_float(triangle, i * rank + k, np.float32(get_double(signs, i) * get_double(u, at) if k >= i else 0.0))
     return count
 
 
 @helper
-def _solve(upper, x, count, identity) -> None:
-    """Multiply the rows of x by the inverse of an upper triangle; or set x to it."""
+def _solve(upper, x, count) -> None:
+    """Multiply the rows of x by the inverse of an upper triangle."""
     for turn in range(count):
         i = count - 1 - turn
-        line, begin = x + 8 * i * count, i if identity else 0
-        if identity:
-            put_double(line, i, 1.0)
+        line = x + 8 * i * count
         for k in range(i + 1, count):
-            _add(line, x + 8 * k * count, -get_double(upper, i * count + k), k if identity else 0, count)
-        _scale(line, 1 / get_double(upper, i * (count + 1)), begin, count)
+            _add(line, x + 8 * k * count, -get_double(upper, i * count + k), 0, count)
+        _scale(line, 1 / get_double(upper, i * (count + 1)), 0, count)
 
 
 @summing
 def _add(x, y, factor, begin, end) -> None:
-    for j in range(begin, end):
+    """Add a multiple from `begin` on; the numbers before it need no right values, so that loops have no odd rests."""
+    for j in range(begin & -16, end):
         put_double(x, j, get_double(x, j) + factor * get_double(y, j))
 
 

@@ -38,7 +38,7 @@ from lowbit.codecs.transform_quant.reference import (
     symbol_costs,
 )
 from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
-from lowbit.kernels.cpu.lines import largest, norm_of, squares
+from lowbit.kernels.cpu.lines import largest, norm_of, squares, sum_over_rows
 from lowbit.kernels.cpu.memory import (
     Room,
     address,
@@ -140,24 +140,12 @@ def _powers() -> np.ndarray:
 
 def _turn(z: Tensor, factor: int, inverse: int, square: int, fit: bool, total: int) -> None:
     """Fit tokens' scales to those of the channels, if requested, and write the sums for the channels' scales."""
-    (rows, channels), parts = z.shape, []
+    rows, channels = z.shape
 
-    def work(first: int, last: int) -> None:
-        part = Room(4 * channels) if first else None
-        sums = part.at[0] if part else total
+    def work(first: int, last: int, sums: int) -> None:
         _fit_rows(z.data_ptr(), first, last, channels, factor, inverse, square, fit, sums)
-        parts.append(part)
 
-    over_rows(work, rows, z.nbytes)
-    for part in parts:
-        if part:
-            _add_to(total, part.at[0], channels)
-
-
-@kernel
-def _add_to(total, part, channels) -> None:
-    for j in range(channels):
-        put_float(total, j, get_float(total, j) + get_float(part, j))
+    sum_over_rows(work, rows, z.nbytes, total, channels)
 
 
 @kernel

@@ -70,8 +70,10 @@ def context_of(b: Any, scale: Any, dither: Any, row: Any) -> Any:
     value = b.lshr(dither, b.ashr(greater32(b, scale, I32(0)), I32(2)))
     mirrored = b.sub(I32(255), value)
     near = lesser32(b, value, mirrored)
-    place = I32(0)
-    for border in BORDERS:
+    # The first borders are powers of two: the exponent of `near` counts those that it reaches.
+    exponent = b.lshr(b.bitcast(b.sitofp(b.or_(near, I32(1)), F32), I32), I32(23))
+    place = lesser32(b, b.sub(exponent, I32(127)), I32(len(BORDERS) - 2))
+    for border in BORDERS[-2:]:
         place = b.add(place, b.zext(b.icmp_signed(">=", near, I32(border)), I32))
     low = b.icmp_signed("<", value, I32(128))
     place = b.select(low, place, b.sub(I32(DITHERS - 1), place))

@@ -262,9 +262,17 @@ def factors(packed: Tensor, count: int, one: int, *, inverse: bool) -> Tensor | 
 
     None if all weights are 1; never None on a GPU, because the host would have to wait for it.
     """
-    if not packed.is_cuda and bool((packed == one * 17).all()):
+    if packed.is_cuda:
+        return _powers(packed.device, one, inverse)[packed.long()].view(-1)[:count]
+    return _factors(packed.numpy().tobytes(), count, one, inverse)
+
+
+@functools.lru_cache(maxsize=16)  # they change from step to step, not from message to message
+def _factors(packed: bytes, count: int, one: int, inverse: bool) -> Tensor | None:
+    levels = torch.tensor(list(packed), dtype=torch.int64, device="cpu")
+    if bool((levels == one * 17).all()):
         return None
-    return _powers(packed.device, one, inverse)[packed.long()].view(-1)[:count]
+    return _powers(levels.device, one, inverse)[levels].view(-1)[:count]
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,14 +5,15 @@ such lines, which may be computed in any order.
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.kernels.cpu.jit import helper, summing
-from lowbit.kernels.cpu.memory import get_float, get_half, put_float, put_half
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
+from lowbit.kernels.cpu.memory import Room, get_float, get_half, put_float, put_half
 from lowbit.kernels.cpu.operations import from_bf16, from_fp16, greater, magnitude, overflown, to_bf16, to_fp16
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
 from lowbit.kernels.layout import Layout
@@ -150,3 +151,26 @@ def add_times(x, y, factor, count) -> Any:
     """x += factor y."""
     for j in range(count):
         put_float(x, j, get_float(x, j) + factor * get_float(y, j))
+
+
+def sum_over_rows(work: Callable[[int, int, int], object], rows: int, nbytes: int, total: int, count: int) -> None:
+    """`over_rows` for work that writes `count` float32 sums over its rows to the address that is its third argument.
+
+    All are added to `total`, an address, in the order of the rows.
+    """
+    parts: dict[int, Room] = {}
+
+    def part(first: int, last: int) -> None:
+        if first:
+            parts[first] = Room(4 * count)
+        work(first, last, parts[first].at[0] if first else total)
+
+    over_rows(part, rows, nbytes)
+    for first in sorted(parts):
+        _add(total, parts[first].at[0], count)
+
+
+@kernel
+def _add(x, y, count) -> None:
+    for j in range(count):
+        put_float(x, j, get_float(x, j) + get_float(y, j))
