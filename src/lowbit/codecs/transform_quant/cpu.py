@@ -19,6 +19,7 @@ from lowbit.codecs.transform_quant.cpu_symbols import (
     DEAD_TOKEN,
     NEUTRAL,
     code_of,
+    coding_of,
     context_of,
     decoded_eight,
     dither_of,
@@ -187,20 +188,38 @@ def _channels_of(level, channels, highest, out) -> None:
 @kernel
 def _symbols_of(z, first, last, channels, channel, rows, inverse, seed, codes, symbols) -> Any:
     """Compute codes and symbols of rows; return the number of uncoded bits, and of codes beyond the symbols."""
-    bits, beyond = 0, 0
+    bits, beyond, (lines, keys) = 0, 0, _lines(channels)
     for r in range(first, last):
         row, scaled = get_int(rows, r), get_float(inverse, r)
         line, at = z + 4 * r * channels, (r - first) * channels
+        coding = _codings(lines, keys, channel, row, channels)
         for j in range(channels):
-            dither = dither_of(r * channels + j, seed)
-            scale = scale_of(get_int(channel, j), row)
+            dither, how = dither_of(r * channels, j, seed), coding[j]
             value = code_of(get_float(line, j), scaled, dither)
             put_int(codes, at + j, value)
-            put_half(symbols, at + j, symbol_of(value, scale, context_of(scale, dither, row)))
+            put_half(symbols, at + j, symbol_of(value, how, context_of(how, dither)))
         for j in range(channels):
-            bits += np.int64(raw_of(scale_of(get_int(channel, j), row)))
+            bits += np.int64(raw_of(coding[j]))
         beyond += _beyond(symbols + 2 * at, channels)
     return bits, beyond
+
+
+@helper
+def _lines(channels) -> Any:
+    """Room for a line of int32 numbers by channel for each of some addends of rows, and the addends, of which none."""
+    return np.empty((LISTS, channels), np.int32), np.full(LISTS, NO_ROW)
+
+
+@helper
+def _codings(lines, keys, channel, row, channels) -> Any:
+    """How the channels of rows of this addend are coded."""
+    slot = np.int64(row) & (LISTS - 1)
+    coding = lines[slot]
+    if keys[slot] != row:
+        keys[slot] = row
+        for j in range(channels):
+            coding[j] = coding_of(scale_of(get_int(channel, j), row), row)
+    return coding
 
 
 @kernel
@@ -223,7 +242,7 @@ def _wide_in(lists, keys, counts, channel, row, channels) -> Any:
     if keys[slot] != row:
         wide = 0
         for j in range(channels):
-            width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
+            width = np.int64(raw_of(coding_of(scale_of(get_int(channel, j), row), row)))
             lists[slot, wide] = j << 5 | width
             wide += width > 0
         keys[slot], counts[slot] = row, wide
@@ -249,7 +268,7 @@ def _put_rest(codes, symbols, first, last, channels, channel, rows, beyond, coun
         j = 0
         while here > 0:
             if get_half(symbols, at + j) & 15 == 0:
-                width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
+                width = np.int64(raw_of(coding_of(scale_of(get_int(channel, j), row), row)))
                 put_half(beyond, 0, min(max(np.int64(get_int(codes, at + j)) >> width, -32768), 32767))
                 beyond, here = beyond + 2, here - 1
             j += 1
@@ -268,11 +287,12 @@ def _beyond(symbols, count) -> Any:
 @kernel
 def _contexts_of(first, last, channels, channel, rows, seed, out) -> None:
     """Write the symbols' coding tables, int32, in the place of the coefficients."""
+    lines, keys = _lines(channels)
     for r in range(first, last):
         row, line = get_int(rows, r), out + 4 * r * channels
+        coding = _codings(lines, keys, channel, row, channels)
         for j in range(channels):
-            scale = scale_of(get_int(channel, j), row)
-            put_int(line, j, context_of(scale, dither_of(r * channels + j, seed), row))
+            put_int(line, j, context_of(coding[j], dither_of(r * channels, j, seed)))
 
 
 @kernel
@@ -330,7 +350,7 @@ def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond,
             put_int(line, j, np.int64(get_int(line, j)) << width | (part & ((1 << width) - 1)))
             bit += width
         for j in range(channels):
-            middle = middle_of(get_int(line, j), dither_of(r * channels + j, seed))
+            middle = middle_of(get_int(line, j), dither_of(r * channels, j, seed))
             if draw:
                 middle = drawn(middle, scale_of(get_int(channel, j), row))
             put_float(line, j, middle * step)

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.codecs.transform_quant.cpu_symbols import (
     DEAD_TOKEN,
     code_of,
+    coding_of,
     context_of,
     dither_of,
     raw_of,
@@ -371,10 +372,10 @@ def _bits_at(count, largest, cost) -> Any:
 def _cost_of(line, first, channels, channel, add, inverse, seed, costs) -> Any:
     total = ZERO_
     for j in range(channels):
-        dither, scale = dither_of(first + j, seed), scale_of(get_int(channel, j), add)
+        dither, coding = dither_of(first, j, seed), coding_of(scale_of(get_int(channel, j), add), add)
         value = code_of(get_float(line, j), inverse, dither)
-        bits = get_float(costs, symbol_of(value, scale, context_of(scale, dither, add)))
-        total += bits + np.float32(raw_of(scale))
+        bits = get_float(costs, symbol_of(value, coding, context_of(coding, dither)))
+        total += bits + np.float32(raw_of(coding))
     return total
 
 

@@ -38,11 +38,13 @@ NEUTRAL = CONTEXTS << 4  # a symbol that leaves a state as it is; likewise the c
 DEAD_TOKEN = -(1 << 20)  # addend to scales that marks a token without coefficients
 
 
-@operation(int32, int64, int32)
-def dither_of(b: Any, index: Any, seed: Any) -> Any:
-    """A byte: `reference.dither`."""
-    above = b.mul(b.trunc(b.lshr(index, I64(32)), I32), I32(0x9E3779B9))
-    h = b.xor(b.trunc(index, I32), b.add(seed, above))
+@operation(int32, int64, int64, int32)
+def dither_of(b: Any, first: Any, index: Any, seed: Any) -> Any:
+    """A byte for an element of a row that begins with the element `first`: `reference.dither`, in 32 bits."""
+    low, above = b.trunc(first, I32), b.trunc(b.lshr(first, I64(32)), I32)
+    place, seed = b.add(low, b.trunc(index, I32)), b.add(seed, b.mul(above, I32(0x9E3779B9)))
+    carried = b.icmp_unsigned("<", place, low)
+    h = b.xor(place, b.select(carried, b.add(seed, I32(0x9E3779B9)), seed))
     h = b.mul(b.xor(h, b.lshr(h, I32(16))), I32(0x7FEB352D))
     h = b.mul(b.xor(h, b.lshr(h, I32(15))), I32(0x846CA68B))
     return b.lshr(b.xor(h, b.lshr(h, I32(16))), I32(24))
@@ -54,20 +56,26 @@ def scale_of(b: Any, channel: Any, row: Any) -> Any:
     return lesser32(b, greater32(b, b.add(channel, row), I32(LOWEST)), I32(HIGHEST))
 
 
-@operation(int32, int32)
-def raw_of(b: Any, scale: Any) -> Any:
-    """Number of a code's lowest bits that are sent uncoded."""
-    return b.ashr(greater32(b, scale, I32(0)), I32(2))
-
-
-@operation(int32, int32, int32, int32)
-def context_of(b: Any, scale: Any, dither: Any, row: Any) -> Any:
-    """The table that a symbol is coded with."""
+@operation(int32, int32, int32)
+def coding_of(b: Any, scale: Any, row: Any) -> Any:
+    """How codes of a scale are coded: 32 times the first of their tables, plus the width of their lowest bits."""
     dead = b.icmp_signed("==", row, I32(DEAD_TOKEN))
     high = b.icmp_signed(">=", scale, I32(0))
     group = b.sub(b.select(high, b.and_(scale, I32(3)), scale), I32(LOWEST))
     group = b.select(dead, I32(DEAD), group)
-    value = b.lshr(dither, b.ashr(greater32(b, scale, I32(0)), I32(2)))
+    return b.add(b.mul(group, I32(32 * DITHERS)), b.ashr(greater32(b, scale, I32(0)), I32(2)))
+
+
+@operation(int32, int32)
+def raw_of(b: Any, coding: Any) -> Any:
+    """Number of a code's lowest bits that are sent uncoded."""
+    return b.and_(coding, I32(31))
+
+
+@operation(int32, int32, int32)
+def context_of(b: Any, coding: Any, dither: Any) -> Any:
+    """The table that a symbol is coded with."""
+    value = b.lshr(dither, b.and_(coding, I32(31)))
     mirrored = b.sub(I32(255), value)
     near = lesser32(b, value, mirrored)
     # The first borders are powers of two: the exponent of `near` counts those that it reaches.
@@ -77,7 +85,7 @@ def context_of(b: Any, scale: Any, dither: Any, row: Any) -> Any:
         place = b.add(place, b.zext(b.icmp_signed(">=", near, I32(border)), I32))
     low = b.icmp_signed("<", value, I32(128))
     place = b.select(low, place, b.sub(I32(DITHERS - 1), place))
-    return b.add(b.shl(group, I32(4)), place)
+    return b.add(b.lshr(coding, I32(5)), place)
 
 
 @operation(int32, float32, float32, int32)
@@ -93,9 +101,9 @@ def code_of(b: Any, value: Any, inverse: Any, dither: Any) -> Any:
 
 
 @operation(int32, int32, int32, int32)
-def symbol_of(b: Any, code: Any, scale: Any, context: Any) -> Any:
+def symbol_of(b: Any, code: Any, coding: Any, context: Any) -> Any:
     """16 times the table, plus the symbol of a code's upper part."""
-    upper = b.ashr(code, b.ashr(greater32(b, scale, I32(0)), I32(2)))
+    upper = b.ashr(code, b.and_(coding, I32(31)))
     symbol = b.add(upper, I32(MIDDLE))
     inside = b.icmp_unsigned("<", symbol, I32(SYMBOLS))  # 0, too, is one beyond
     return b.add(b.shl(context, I32(4)), b.select(inside, symbol, I32(0)))
