@@ -63,7 +63,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     lines = (f"forward {_described(first, shape)}\nbackward {_described(second, shape)}" for first, second in pairs)
     yield from _grouped(name, lines)
     if config.pipeline.boundary == "lowbit" and layout.stages > 1:
-        yield "warm-up", f"{config.codec_warmup_steps} of {config.run.steps} steps at full precision"
+        first = min(config.codec_warmup_steps, config.run.steps)
+        yield "warm-up", f"{first} of {config.run.steps} steps at full precision"
         if (nats := wanted_nats(prepared.codecs.forward)) is not None:
             checks = ", ".join(str(config.codec_warmup_steps + after) for after in AFTER)
             yield "rates", f"chosen in the warm-up to cost {nats:g} nats; checked after steps {checks}"

@@ -307,7 +307,7 @@ def _ending(outcome: Mapping[str, Any]) -> Iterator[str]:
         return
     speed = number(outcome.get("tokens_per_second"))
     at = f", at {speed:,.0f} tokens a second" if speed else ""
-    yield f"{steps:,.0f} steps ended with {kind} of {loss:.4f} nats{at}."
+    yield f"{steps:,.0f} {'step' if steps == 1 else 'steps'} ended with {kind} of {loss:.4f} nats{at}."
 
 
 def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:

@@ -134,7 +134,8 @@ class Memory:
         """Restore the result of `state_dict`; an empty one is the state before the first message.
 
         Raises:
-            ValueError: it has another number of directions or another width, or is not from a `codec` like this.
+            ValueError: it has another number of directions or another width, or no state of a `TransformQuant`. That of
+                another `step` is accepted where these agree.
         """
         felt = state.get(FELT, torch.zeros(self._shape[1], dtype=torch.float64, device=self._device))
         if not isinstance(felt, Tensor) or felt.shape != self._shape[1:] or felt.dtype != torch.float64:
