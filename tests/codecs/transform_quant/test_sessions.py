@@ -40,6 +40,16 @@ def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> Non
     same(sender.state_dict(), receiver.state_dict())
 
 
+def test_a_state_whose_directions_lie_in_memory_by_columns_is_the_same_state():
+    sender, receiver = ends(after=3)
+    again = ends()
+    for end, from_ in zip(again, (sender, receiver), strict=True):
+        state = from_.state_dict()
+        end.load_state_dict(state | {"directions": state["directions"].t().contiguous().t()})
+    x = tokens(seed=9)
+    assert torch.equal(crossed(*again, x), crossed(sender, receiver, x))
+
+
 def test_a_restart_continues_bit_for_bit() -> None:
     (sender, receiver), again = ends(after=3), ends()
     channels = torch.logspace(-3, 0, 48)

@@ -236,13 +236,18 @@ def _taken_in(symbols, count, table, places, words, states) -> Any:
 
 
 @helper
+def _width_of(channel, j, row) -> Any:
+    return np.int64(raw_of(coding_of(scale_of(get_int(channel, j), row), row)))
+
+
+@helper
 def _wide_in(lists, keys, counts, channel, row, channels) -> Any:
     """The line of `lists` that holds the channels with lowest bits in rows of this addend: 32 channel + width."""
-    slot = np.int64(row) % LISTS
+    slot = np.int64(row) & (LISTS - 1)
     if keys[slot] != row:
         wide = 0
         for j in range(channels):
-            width = np.int64(raw_of(coding_of(scale_of(get_int(channel, j), row), row)))
+            width = _width_of(channel, j, row)
             lists[slot, wide] = j << 5 | width
             wide += width > 0
         keys[slot], counts[slot] = row, wide
@@ -253,12 +258,12 @@ def _wide_in(lists, keys, counts, channel, row, channels) -> Any:
 def _put_rest(codes, symbols, first, last, channels, channel, rows, beyond, count) -> None:
     """Write the `count` codes beyond the symbols, then the lowest bits of all codes."""
     low, held, bits, at = beyond + 2 * count, 0, 0, 0
-    lists, keys, counts = np.empty((LISTS, channels), np.int32), np.full(LISTS, NO_ROW), np.empty(LISTS, np.int64)
+    lists, keys, counts = np.empty((LISTS, channels), np.int64), np.full(LISTS, NO_ROW), np.empty(LISTS, np.int64)
     for r in range(first, last):
         row = get_int(rows, r)
         slot = _wide_in(lists, keys, counts, channel, row, channels)
         for k in range(counts[slot]):
-            entry = np.int64(lists[slot, k])
+            entry = lists[slot, k]
             width = entry & 31
             held |= (np.int64(get_int(codes, at + (entry >> 5))) & ((1 << width) - 1)) << bits
             bits += width
@@ -268,7 +273,7 @@ def _put_rest(codes, symbols, first, last, channels, channel, rows, beyond, coun
         j = 0
         while here > 0:
             if get_half(symbols, at + j) & 15 == 0:
-                width = np.int64(raw_of(coding_of(scale_of(get_int(channel, j), row), row)))
+                width = _width_of(channel, j, row)
                 put_half(beyond, 0, min(max(np.int64(get_int(codes, at + j)) >> width, -32768), 32767))
                 beyond, here = beyond + 2, here - 1
             j += 1
@@ -330,7 +335,7 @@ def _given_out(states, word, words, limits, places, count, out, spare) -> Any:
 def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond, count, raw, out) -> Any:
     """Replace upper parts of codes by coefficients; return the numbers of bytes of lowest bits, and of codes beyond."""
     low, bit, left = beyond + 2 * count, 0, count
-    lists, keys, counts = np.empty((LISTS, channels), np.int32), np.full(LISTS, NO_ROW), np.empty(LISTS, np.int64)
+    lists, keys, counts = np.empty((LISTS, channels), np.int64), np.full(LISTS, NO_ROW), np.empty(LISTS, np.int64)
     for r in range(first, last):
         row, step, line = get_int(rows, r), get_float(steps, r), out + 4 * r * channels
         here = 0
@@ -344,7 +349,7 @@ def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond,
             j += 1
         slot = _wide_in(lists, keys, counts, channel, row, channels)
         for k in range(counts[slot]):
-            entry = np.int64(lists[slot, k])
+            entry = lists[slot, k]
             j, width = entry >> 5, entry & 31
             part = (np.int64(get_int(low + min(bit >> 3, raw), 0)) & 0xFFFFFFFF) >> (bit & 7)
             put_int(line, j, np.int64(get_int(line, j)) << width | (part & ((1 << width) - 1)))

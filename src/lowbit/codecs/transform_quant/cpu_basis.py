@@ -24,7 +24,7 @@ from lowbit.codecs.transform_quant import basis
 from lowbit.codecs.transform_quant.basis import FARTHEST, LONGEST, PLACES, RIDGE, WEIGHT, Basis, start, strides
 from lowbit.codecs.transform_quant.reference import TransformGeometry
 from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
-from lowbit.kernels.cpu.lines import add_times, dot, largest, norm_of, squares, sum_over_rows
+from lowbit.kernels.cpu.lines import add_times, dot, largest, largest_bits, norm_of, squares, sum_over_rows
 from lowbit.kernels.cpu.memory import (
     Room,
     get_byte,
@@ -41,9 +41,7 @@ from lowbit.kernels.cpu.memory import (
 )
 from lowbit.kernels.cpu.operations import (
     bits_float,
-    float_bits,
     greater,
-    greater32,
     lesser,
     magnitude,
     round_signed,
@@ -64,7 +62,7 @@ ON_ITS_AXIS = 1e-12  # share of a direction's length that is not on its own axis
 def renew(
     x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, geo: TransformGeometry
 ) -> Tensor:
-    """See `basis`; the payload must be zeros, which is what a message that yields no directions brings."""
+    """See `basis`; x must be contiguous, and the payload zeros, as in a message that yields no directions."""
     at, rows, channels, rank, count = geo.layout.offsets, geo.rows, geo.channels, geo.directions, geo.renewed
     slots, lengths, codes = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions"))
     x, kept = x.float(), basis.directions_KC
@@ -123,10 +121,7 @@ def follow(
 @kernel
 def _most(x, count) -> Any:
     """Largest magnitude, or NaN if there is one, whose bits are above all others."""
-    most = np.int32(0)
-    for j in range(count):
-        most = greater32(most, float_bits(magnitude(get_float(x, j))))
-    return bits_float(most)
+    return bits_float(largest_bits(x, count))
 
 
 @kernel
@@ -391,7 +386,7 @@ def _update(directions, rank, channels, slots, count, gram) -> None:
     """Compute the products of the directions at `slots` with all; negative slots are none."""
     for m in range(count):
         i = np.int64(np.int16(get_half(slots, m)))
-        if i >= 0:
+        if 0 <= i < rank:
             for k in range(rank):
                 total = _dot(directions + 4 * i * channels, directions + 4 * k * channels, channels)
                 put_double(gram, i * rank + k, total)
@@ -428,7 +423,7 @@ def _factored(gram, directions, rank, channels, first, scratch) -> Any:
         pivot, square = get_double(u, i * (count + 1)), get_double(gram, i * (rank + 1))
         if not (pivot > DEPENDENT * square and SHORTEST < square < 1 / SHORTEST):
             return -1
-        _scale(u + 8 * i * count, 1 / np.sqrt(pivot), i, count)
+        _scale(u + 8 * i * count, 1 / np.sqrt(pivot), count)
         for k in range(i + 1, count):
             _add(u + 8 * k * count, u + 8 * i * count, -get_double(u, i * count + k), k, count)
     for i in range(count):
@@ -462,7 +457,7 @@ def _solve(upper, x, count) -> None:
         line = x + 8 * i * count
         for k in range(i + 1, count):
             _add(line, x + 8 * k * count, -get_double(upper, i * count + k), 0, count)
-        _scale(line, 1 / get_double(upper, i * (count + 1)), 0, count)
+        _scale(line, 1 / get_double(upper, i * (count + 1)), count)
 
 
 @summing
@@ -473,6 +468,6 @@ def _add(x, y, factor, begin, end) -> None:
 
 
 @helper
-def _scale(x, factor, begin, end) -> None:
-    for j in range(begin, end):
+def _scale(x, factor, count) -> None:
+    for j in range(count):
         put_double(x, j, get_double(x, j) * factor)

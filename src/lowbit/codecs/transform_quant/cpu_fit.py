@@ -39,7 +39,7 @@ from lowbit.codecs.transform_quant.reference import (
     symbol_costs,
 )
 from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
-from lowbit.kernels.cpu.lines import largest, norm_of, squares, sum_over_rows
+from lowbit.kernels.cpu.lines import largest, largest_bits, norm_of, squares, sum_over_rows
 from lowbit.kernels.cpu.memory import (
     Room,
     address,
@@ -52,7 +52,7 @@ from lowbit.kernels.cpu.memory import (
     put_float,
     put_int,
 )
-from lowbit.kernels.cpu.operations import float_bits, greater, greater32, magnitude, power_of_two
+from lowbit.kernels.cpu.operations import greater, power_of_two
 from lowbit.kernels.cpu.runs import ONE, SMALLEST
 
 SAMPLE = 1 << 13  # approximate number of coefficients that measure how well the tables fit a message
@@ -156,9 +156,8 @@ def _measure(z, first, last, channels, quarters, norms, factor, square, by_token
     A row of zeros has the factor 0, and one with NaN or numbers beyond `LARGEST` a negative one.
     """
     for r in range(first, last):
-        line, largest = z + 4 * r * channels, np.int32(0)
-        for j in range(channels):
-            largest = greater32(largest, float_bits(magnitude(get_float(line, j))))
+        line = z + 4 * r * channels
+        largest = largest_bits(line, channels)
         exponent = (np.int64(largest) >> 23) - 127
         usable = NORMAL <= largest < BEYOND
         scale = power_of_two(-exponent) if usable else ONE

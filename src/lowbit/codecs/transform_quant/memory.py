@@ -160,7 +160,8 @@ class Memory:
                     f"expected (directions, channels) = {self._shape}"
                 )
             digest = torch.full((), state["digest"], dtype=torch.int64, device=self._device)
-            self._restore(directions.to(self._device, torch.float32, copy=True), state["messages"], digest)
+            directions = directions.to(self._device, torch.float32, copy=True).contiguous()  # kernels read rows
+            self._restore(directions, state["messages"], digest)
         self._feel(felt.to(self._device, copy=True))
 
     def observe(self, x_RC: Tensor) -> None:
@@ -265,15 +266,14 @@ def factors(packed: Tensor, count: int, one: int, *, inverse: bool) -> Tensor | 
     """
     if packed.is_cuda:
         return _powers(packed.device, one, inverse)[packed.long()].view(-1)[:count]
-    return _factors(packed.numpy().tobytes(), count, one, inverse)
+    sent = packed.numpy().tobytes()
+    return None if sent == bytes([one * 17]) * len(sent) else _factors(sent, count, one, inverse)
 
 
-@functools.lru_cache(maxsize=16)  # they change from step to step, not from message to message
-def _factors(packed: bytes, count: int, one: int, inverse: bool) -> Tensor | None:
-    levels = torch.tensor(list(packed), dtype=torch.int64, device="cpu")
-    if bool((levels == one * 17).all()):
-        return None
-    return _powers(levels.device, one, inverse)[levels].view(-1)[:count]
+@functools.lru_cache(maxsize=64)  # channels' change from step to step, not from message to message
+def _factors(packed: bytes, count: int, one: int, inverse: bool) -> Tensor:
+    levels = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    return _powers(levels.device, one, inverse)[levels.long()].view(-1)[:count]
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
 from lowbit.kernels.cpu.memory import Room, get_float, get_half, put_float, put_half
-from lowbit.kernels.cpu.operations import from_bf16, from_fp16, greater, magnitude, overflown, to_bf16, to_fp16
+from lowbit.kernels.cpu.operations import (
+    float_bits,
+    from_bf16,
+    from_fp16,
+    greater,
+    greater32,
+    magnitude,
+    overflown,
+    to_bf16,
+    to_fp16,
+)
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
 from lowbit.kernels.layout import Layout
 
@@ -136,6 +146,15 @@ def largest(x, count) -> Any:
     most = ZERO
     for j in range(count):
         most = greater(magnitude(get_float(x, j)), most)
+    return most
+
+
+@helper
+def largest_bits(x, count) -> Any:
+    """Bits of the largest magnitude, int32; of NaN if there is one."""
+    most = np.int32(0)
+    for j in range(count):
+        most = greater32(most, float_bits(magnitude(get_float(x, j))))
     return most
 
 
