@@ -17,6 +17,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
+Weights = Literal["fp32", "bf16", "int8", "nf4"]
 Boundary = Literal["lowbit", "stock-fp32", "stock-bf16"]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -46,6 +47,12 @@ class ModelConfig:
     """Architecture. Not used with `pretrained`."""
     pretrained: str = ""
     """Local folder with a Hugging Face model to start from. It sets all sizes of the model."""
+    weights: Weights | None = None
+    """Format of the weights in memory. int8 and nf4 (4 bits, bitsandbytes) are for the linear layers of a pretrained
+    model with adapters, whose other weights are then bf16. If omitted: bf16 for weights that do not change, where
+    products are computed in bf16; otherwise fp32. A folder with weights in 4 or 8 bits stays as it is."""
+    double_quantization: bool = False
+    """Quantize the scales of nf4 as well: 4.13 bits a weight in place of 4.5."""
     dim: Positive = 256
     """Width of the model."""
     layers: Positive = 8
@@ -71,6 +78,10 @@ class ModelConfig:
             )
         if self.kv_heads and self.heads % self.kv_heads:
             raise ConfigError(f"model.kv_heads is {self.kv_heads}; allowed: a divisor of model.heads ({self.heads})")
+        if self.double_quantization and self.weights != "nf4":
+            raise ConfigError(
+                f"model.double_quantization is true and model.weights is {self.weights}; allowed: with nf4 only"
+            )
 
 
 @section("lora")
@@ -363,6 +374,11 @@ class TrainConfig:
         if self.lora.rank and not self.model.pretrained:
             raise ConfigError(
                 f"lora.rank is {self.lora.rank} and model.pretrained is empty; allowed: with model.pretrained only"
+            )
+        if self.model.weights in ("int8", "nf4") and not self.lora.rank:
+            raise ConfigError(
+                f"model.weights is {self.model.weights} and lora.rank is 0; allowed: with lora.rank of at least 1, "
+                "since weights in few bits cannot be trained themselves"
             )
         if self.data.batch % (self.pipeline.microbatches * replicas):
             times = f" times data_parallel ({replicas})" if replicas > 1 else ""

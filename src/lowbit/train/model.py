@@ -7,7 +7,6 @@ of token ids; in a stage without the final norm, the identity replaces it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import zip_longest
@@ -19,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.config import ConfigError
-from lowbit.train.config import FAMILIES, ModelConfig, TrainConfig
+from lowbit.train.config import ModelConfig, TrainConfig
+from lowbit.train.cut import Share, dtype_of, is_tied, parts_of, stage_of, uncut, whole_class
 from lowbit.train.pretrained import Tokenizer, check_weights, load, read_config, transformers_config
 from lowbit.wire.messages import Messages
 
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-# Names of the modules in a decoder; GPT-2 also has "wpe" (positions) and "drop" (dropout).
-_LAYERS, _NORM, _EMBEDDING = (
-    dict.fromkeys(FAMILIES, usual) | {"gpt2": gpt2}
-    for usual, gpt2 in (("layers", "h"), ("norm", "ln_f"), ("embed_tokens", "wte"))
-)
 ALL = "all-linear"
 _PIECE_BYTES = 8 << 20
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -138,7 +133,7 @@ class StageModule(nn.Module):
     """One pipeline stage: token ids or activations in, activations or logits out.
 
     Args:
-        model: the whole model, whose layers are shared, not copied.
+        model: the whole model, or the part of it that has these layers. Its modules are shared, not copied.
         layers: the decoder layers of this stage.
         first, last: whether the stage has the embedding, and the final norm with the output matrix.
         autocast: dtype of matrix products inside; None: that of the weights.
@@ -161,20 +156,25 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.first, self.last, self.autocast, self.boundary_dtype = first, last, autocast, boundary_dtype
-        self.width, self.vocab = model.config.hidden_size, model.config.vocab_size
+        self.width, self.vocab, self.dtype = model.config.hidden_size, model.config.vocab_size, dtype_of(model)
         self.names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
         self.aliases: dict[str, str] = {}
-        self.decoder: Any = _cut(model, layers, first=first, last=last)
-        self.head: nn.Module | None = None
-        if last:
-            self.head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-            assert isinstance(self.head, nn.Linear)
-            if not first and self.head.weight is embedding.weight:  # tied to the embedding on another stage
-                self.aliases = {"lm_head.weight": self.names[self.head.weight]}  # pyright: ignore[reportArgumentType]
-                self.head = copy.deepcopy(self.head)
-                self.names |= dict.fromkeys(self.head.parameters(), "lm_head.weight")
+        self.model: Any = stage_of(model, Share(layers=frozenset(layers), first=first, last=last))
+        if last and not first and is_tied(model):
+            self.aliases = {"lm_head.weight": self.names[model.get_input_embeddings().weight]}
+            self.names |= dict.fromkeys(self.head.parameters(), "lm_head.weight")
         mine = set(self.parameters())
         self.names = {p: name for p, name in self.names.items() if p in mine}
+
+    @property
+    def decoder(self) -> Any:
+        """The module with the decoder layers, those of other stages replaced by identities."""
+        return self.model.base_model
+
+    @property
+    def head(self) -> Any:
+        """The output matrix; on other stages than the last, an identity."""
+        return self.model.get_output_embeddings()
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Compute activations in `boundary_dtype`; on the last stage logits (batch, sequence, vocab).
@@ -185,41 +185,14 @@ class StageModule(nn.Module):
                 does not cross samples.
         """
         with torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.to(self.decoder.dtype)}
+            inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.to(self.dtype)}
             if positions is not None:
                 inputs["position_ids"] = positions
-            hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
-            if self.head is not None:
-                return self.head(hidden)
-            hidden = hidden.to(self.boundary_dtype)
+            if self.last:
+                return self.model(**inputs, use_cache=False).logits
+            hidden = self.decoder(**inputs, use_cache=False).last_hidden_state.to(self.boundary_dtype)
             # Zero-bubble schedules detach outputs in place, which fails for views.
             return hidden.clone() if hidden._is_view() else hidden
-
-
-def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> nn.Module:
-    """Return the decoder with these layers only; it shares its modules with `model`."""
-    family = model.config.model_type
-    decoder = copy.copy(model.base_model)
-    decoder._modules = dict(decoder._modules)
-    config: Any = copy.copy(decoder.config)
-    config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in layers]
-    decoder.config = config
-    every = getattr(decoder, _LAYERS[family])
-    setattr(decoder, _LAYERS[family], nn.ModuleList([every[i] for i in layers]))
-    if not first:
-        setattr(decoder, _EMBEDDING[family], None)
-        if family == "gpt2":
-            decoder.wpe, decoder.drop = _Zero(), nn.Identity()
-    if not last:
-        setattr(decoder, _NORM[family], nn.Identity())
-    return decoder
-
-
-class _Zero(nn.Module):  # in place of position embeddings, which the first stage has already added
-    def forward(self, positions: Tensor) -> Tensor:
-        return torch.zeros((), device=positions.device)
 
 
 def _size(model: ModelConfig, *names: str) -> Any:
@@ -255,17 +228,13 @@ def targets_of(config: TrainConfig) -> tuple[str, ...]:
     Raises:
         ConfigError: no layer has the name of a target, or the folder has no supported model.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
-    one: Any = hugging_face_config(config.model, vocab=0, sequence=0)
-    one.num_hidden_layers = 1
-    if getattr(one, "layer_types", None):
-        one.layer_types = one.layer_types[:1]
+    exact: Any = hugging_face_config(config.model, vocab=1, sequence=1)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(one, trust_remote_code=False)
-    layer = getattr(model.base_model, _LAYERS[one.model_type])[0]
-    names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+        decoder = whole_class(exact)(exact).base_model
+    modules = (pair for layer in getattr(decoder, parts_of(exact)[1]) for pair in layer.named_modules())
+    names = list(dict.fromkeys(name for name, module in modules if isinstance(module, nn.Linear | Conv1D)))
     chosen: set[str] = set()
     for target in config.lora.targets:
         matches = {name for name in names if target == ALL or f".{name}".endswith(f".{target}")}
@@ -279,9 +248,17 @@ def targets_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def add_adapters(model: PreTrainedModel, config: TrainConfig) -> None:
-    """Add adapters in place, initialized from `run.seed` alone, and freeze all other weights."""
+    """Add float32 adapters in place, initialized from `run.seed` alone, and freeze all other weights.
+
+    A model that is cut gets the adapters that the whole model would have.
+    """
+    peft = _peft(config.lora.rank)
     torch.manual_seed(config.run.seed)
-    _peft(config.lora.rank).inject_adapter_in_model(_peft_config(config), model)
+    with uncut(model):  # adapters are drawn layer by layer
+        peft.inject_adapter_in_model(_peft_config(config), model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def save_adapters(folder: Path, weights: Mapping[str, Tensor], config: TrainConfig, tokenizer: Tokenizer) -> None:

@@ -17,6 +17,7 @@ from lowbit.collectives import agree
 from lowbit.train import optim
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
+from lowbit.train.cut import Share
 from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import HeldOutEvaluation, evaluated
@@ -24,11 +25,12 @@ from lowbit.train.gradients import Gradients, ReplicaGroups
 from lowbit.train.identity import compared
 from lowbit.train.links import OUTSIDE, Links, link_name
 from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Work, step_metrics
-from lowbit.train.model import StageModule, add_adapters, build_model
+from lowbit.train.model import StageModule
 from lowbit.train.prepare import Prepared
 from lowbit.train.progress import machine_name
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
+from lowbit.train.weights import build_share
 from lowbit.wire.checksum import secret_facts
 from lowbit.wire.messages import SUMS, Sums, gather_json
 from lowbit.wire.pytorch import new_group
@@ -291,19 +293,21 @@ class Trainer:
         agree(None, facts, self.config.run.timeout_seconds, topic="training run")
 
     def _build_modules(self) -> tuple[dict[int, StageModule], bool]:
-        """Cut this rank's stages from a whole model, which is dropped; also return whether its embedding is tied."""
-        config, prepared = self.config, self.prepared
-        model = build_model(config.model, vocab=prepared.vocab, sequence=config.data.sequence, seed=config.run.seed)
+        """Build this rank's stages; also return whether the model's embedding is tied."""
+        config, prepared, layout = self.config, self.prepared, self.layout
+        stages = layout.stages_of(self.replicas.place)
+        layers = frozenset(layer for stage in stages for layer in layout.layers_of(stage))
+        share = Share(layers=layers, first=0 in stages, last=layout.stages - 1 in stages)
+        model = build_share(
+            config, share, vocab=prepared.vocab, device=prepared.device, autocast=prepared.autocast
+        )  # fmt: skip
         self.model_config = model.config
-        if config.lora.rank:
-            add_adapters(model, config)
-        model.train()  # Hugging Face loads a pretrained model in evaluation mode, without dropout
         modules = {
             stage: StageModule(
-                model, layers=self.layout.layers_of(stage), first=stage == 0, last=stage == self.layout.stages - 1,
+                model, layers=layout.layers_of(stage), first=stage == 0, last=stage == layout.stages - 1,
                 autocast=prepared.autocast, boundary_dtype=stock_dtype(config.pipeline),
-            ).to(prepared.device)
-            for stage in self.layout.stages_of(self.replicas.place)
+            )
+            for stage in stages
         }  # fmt: skip
         for stage, module in modules.items():
             compress(module, prepared.activations[stage], prepared.device)

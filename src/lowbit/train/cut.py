@@ -1,0 +1,144 @@
+"""Cut a causal language model of Transformers into pipeline stages.
+
+A stage is the model itself with identities in place of the layers, embedding, norm and output matrix of other stages,
+so every layer keeps its number and every weight its name, and Hugging Face's own `forward` makes masks, positions and
+rotary embeddings as for the whole model.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.config import ConfigError
+
+_SCALES = ("embedding_multiplier",)
+"""Attributes of a decoder by which it multiplies its input, embedded here or received from the stage before."""
+
+
+class Elsewhere(nn.Module):
+    """Stands for a module of another stage: returns its first argument."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+class _NoPositions(nn.Module):  # in place of learned position embeddings, which the first stage has already added
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of a model that one stage, or all stages of one rank, have.
+
+    Attributes:
+        layers: numbers of decoder layers. first: the embedding. last: the final norm and the output matrix.
+    """
+
+    layers: frozenset[int]
+    first: bool
+    last: bool
+
+
+def parts_of(config: Any) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Return the names of a decoder's modules before its layers, of the layers, and of the modules after them.
+
+    Raises:
+        ConfigError: Transformers has no pipeline plan for this type of model.
+    """
+    if config.model_type == "gpt2":
+        return ("wte", "wpe", "drop"), "h", ("ln_f",)
+    plan = list(getattr(config, "base_model_pp_plan", None) or ())
+    if "layers" not in plan:
+        raise ConfigError(
+            f"a model of type {config.model_type!r} cannot be cut: Transformers has no plan for its stages"
+        )
+    at = plan.index("layers")
+    return tuple(plan[:at]), "layers", tuple(plan[at + 1 :])
+
+
+def cut_(model: Any, share: Share, *, tied: bool) -> None:
+    """Replace in place what does not belong to `share`; a tied embedding stays on the last stage, as its output matrix."""
+    decoder, (before, layers, after) = model.base_model, parts_of(model.config)
+    every = getattr(decoder, layers)
+    setattr(decoder, layers, nn.ModuleList([x if i in share.layers else Elsewhere() for i, x in enumerate(every)]))
+    if not share.first:
+        for name in before[share.last and tied :]:
+            setattr(decoder, name, _NoPositions() if name == "wpe" else Elsewhere())
+        for name in _SCALES:
+            if hasattr(decoder, name):
+                setattr(decoder, name, 1.0)
+    if not share.last:
+        for name in after:
+            setattr(decoder, name, Elsewhere())
+        head = model.get_output_embeddings()
+        setattr(model, next(name for name, module in model.named_children() if module is head), Elsewhere())
+        model.all_tied_weights_keys = {}
+
+
+def stage_of(model: Any, share: Share) -> Any:
+    """Return a stage that shares its modules with `model`, which may be cut itself.
+
+    A tied output matrix on another stage than the embedding's is a copy.
+    """
+    stage, decoder = copy.copy(model), copy.copy(model.base_model)
+    stage._modules, decoder._modules = dict(model._modules), dict(decoder._modules)
+    setattr(stage, model.base_model_prefix, decoder)
+    cut_(stage, share, tied=False)
+    head = stage.get_output_embeddings()
+    if share.last and not share.first and is_tied(model):
+        name = next(name for name, module in model.named_children() if module is head)
+        setattr(stage, name, copy.deepcopy(head))
+    return stage
+
+
+@contextlib.contextmanager
+def uncut(model: Any) -> Iterator[None]:
+    """Put layers without data in place of other stages' layers for the `with` block."""
+    name = parts_of(model.config)[1]
+    cut = getattr(model.base_model, name)
+    with torch.device("meta"):
+        every = getattr(whole_class(model.config)(model.config).base_model, name)
+    layers = [meta if isinstance(own, Elsewhere) else own for own, meta in zip(cut, every, strict=True)]
+    setattr(model.base_model, name, nn.ModuleList(layers))
+    try:
+        yield
+    finally:
+        setattr(model.base_model, name, cut)
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the output matrix is the embedding."""
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    return embedding is not None and model.get_output_embeddings().weight is embedding
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype in which a model computes, whatever that of its 4-bit weights and adapters."""
+    own = (p for name, p in model.named_parameters() if p.is_floating_point() and ".lora_" not in name)
+    return next(own).dtype
+
+
+def whole_class(config: Any) -> Any:
+    """Return Transformers' class of causal language models for `config`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def class_for(config: Any, share: Share) -> Any:
+    """Return a class like Transformers' whose instances are cut, so that `from_pretrained` loads only the share."""
+    whole = whole_class(config)
+
+    class Cut(whole):
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            cut_(self, share, tied=bool(config.tie_word_embeddings))
+
+    Cut.__name__, Cut.__qualname__, Cut.__module__ = whole.__name__, whole.__qualname__, whole.__module__
+    return Cut

@@ -1,0 +1,117 @@
+"""Build a rank's share of a model: read only its weights, in the width that they need, or draw random ones.
+
+No rank holds more than its share: modules of other stages exist on the meta device only, and tensors are read, or
+drawn, one at a time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowbit.train.config import ModelConfig, TrainConfig
+from lowbit.train.cut import Share, class_for, whole_class
+from lowbit.train.model import add_adapters, hugging_face_config
+from lowbit.train.pretrained import check_weights, load
+
+_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
+_CONSTANT = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
+
+
+def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.device, autocast: Any) -> Any:
+    """Build a rank's share of a run's model, with adapters if it has any, in training mode on its device.
+
+    Args:
+        vocab: entries of the embedding. autocast: dtype of matrix products; None: that of the weights.
+
+    Raises:
+        ConfigError: the folder cannot be loaded, or a package is missing.
+    """
+    model, exact = config.model, hugging_face_config(config.model, vocab=vocab, sequence=config.data.sequence)
+    dtype = torch.bfloat16 if weights_of(config, autocast) != "fp32" else torch.float32
+    if not model.pretrained:
+        built = random_share(exact, share, config.run.seed).to(device, dtype)
+    else:
+        check_weights(model.pretrained, exact)
+        quantized = quantization(model, exact, dtype)
+        placed = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
+        built, _ = load(
+            class_for(exact, share), model.pretrained, "model.pretrained", config=exact, attn_implementation="sdpa",
+            dtype=dtype, quantization_config=quantized, **placed,
+        )  # fmt: skip
+    if config.lora.rank:
+        add_adapters(built, config)
+    return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
+
+
+def weights_of(config: TrainConfig, autocast: torch.dtype | None) -> str:
+    """Return the format of a run's weights in memory: `model.weights`, or its default."""
+    if config.model.weights is not None:
+        return config.model.weights
+    return "bf16" if config.lora.rank and autocast == torch.bfloat16 else "fp32"
+
+
+def quantization(model: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
+    """Return bitsandbytes' configuration for `model.weights`; None: full precision, or a folder that is quantized."""
+    if model.weights not in ("int8", "nf4") or getattr(config, "quantization_config", None):
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if model.weights == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=model.double_quantization,
+        bnb_4bit_compute_dtype=dtype,
+    )  # fmt: skip
+
+
+def random_share(config: Any, share: Share, seed: int) -> Any:
+    """Build a share with the random float32 weights that the whole model gets from this seed."""
+    from transformers.modeling_utils import PreTrainedModel
+
+    config._attn_implementation = "sdpa"
+    cut, whole, draws = class_for(config, share), whole_class(config), _Draws()
+    with torch.device("meta"):
+        own = dict(cut(config).named_parameters()).keys()
+    initialize = PreTrainedModel.init_weights
+
+    def init_weights(model: Any) -> None:  # called for the decoder before the output matrix exists, then for all
+        prefix = "" if isinstance(model, whole) else f"{whole.base_model_prefix}."
+        draws.names = {p: prefix + name for name, p in model.named_parameters() if prefix + name in own}
+        with torch.device("cpu"):  # on the meta device, Transformers initializes nothing
+            initialize(model)
+
+    torch.manual_seed(seed)
+    PreTrainedModel.init_weights = init_weights  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        with draws, torch.device("meta"):
+            whole(config)
+    finally:
+        PreTrainedModel.init_weights = initialize
+    assert draws.values.keys() == own, draws.values.keys() ^ own
+    return cut.from_pretrained(None, config=config, state_dict=draws.values, dtype=torch.float32)
+
+
+class _Draws(TorchDispatchMode):
+    """Draws on the CPU what is drawn on the meta device, and keeps the values of some parameters.
+
+    Attributes:
+        names: of parameters whose values are kept, by parameter. values: the last of each, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[Tensor, str] = {}
+        self.values: dict[str, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else None
+        if isinstance(target, Tensor) and target.is_meta and (func in _RANDOM or func in _CONSTANT):
+            name = self.names.get(target)
+            if func in _RANDOM or name is not None:
+                value = func(torch.empty(target.shape, dtype=target.dtype, device="cpu"), *args[1:], **kwargs)
+                if name is not None:
+                    self.values[name] = value
+        return func(*args, **kwargs)
