@@ -16,6 +16,20 @@ from torch import Tensor, nn
 
 from lowbit.config import ConfigError
 
+# fmt: off
+CUT = frozenset((
+    "afmoe", "apertus", "arcee", "aria_text", "bailing_hybrid", "beam", "cohere", "cohere2", "cohere2_moe", "cwm",
+    "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite", "granite_swa", "helium",
+    "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kimi_linear", "kolibri1", "laguna", "llama",
+    "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral",
+    "mixtral", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi", "phi3", "phi4_multimodal", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3", "solar_open", "starcoder2",
+    "vaultgemma",
+))
+# fmt: on
+"""Types of models whose stages compute what the whole model does (`tests/train/test_families.py`)."""
+
 _SCALES = ("embedding_multiplier",)
 """Attributes of a decoder by which it multiplies its input, embedded here or received from the stage before."""
 
@@ -63,7 +77,7 @@ def parts_of(config: Any) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
 
 
 def cut_(model: Any, share: Share, *, tied: bool) -> None:
-    """Replace in place what does not belong to `share`; a tied embedding stays on the last stage, as its output matrix."""
+    """Replace in place what does not belong to `share`; a tied embedding stays on the last stage."""
     decoder, (before, layers, after) = model.base_model, parts_of(model.config)
     every = getattr(decoder, layers)
     setattr(decoder, layers, nn.ModuleList([x if i in share.layers else Elsewhere() for i, x in enumerate(every)]))

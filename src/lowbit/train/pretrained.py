@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lowbit.config import ConfigError
-from lowbit.train.config import FAMILIES
+from lowbit.train.cut import CUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -56,12 +56,22 @@ def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
         raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{given}; {path} does not hold a JSON object")
-    kind = values.get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(f"{given}, a model of type {kind!r}; allowed: {', '.join(FAMILIES)}")
-    if quantized := values.get("quantization_config"):
+    kind, quantized = values.get("model_type"), values.get("quantization_config")
+    if "text_config" in values:
+        raise ConfigError(
+            f"{given}, a model of type {kind!r} for more than text; allowed: a folder with its text model"
+        )
+    if not isinstance(kind, str) or kind not in CUT:
+        raise ConfigError(
+            f"{given}, a model of type {kind!r}, which cannot be cut into stages; allowed: llama, qwen3, gemma3_text "
+            f"and {len(CUT) - 3} others (docs/how-to/train.md)"
+        )
+    if quantized is not None:
         how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ConfigError(f"{given}, which is quantized ({how}); allowed: weights in floating point")
+        if how != "bitsandbytes":
+            raise ConfigError(
+                f"{given}, which is quantized ({how}); allowed: bitsandbytes, or weights in floating point"
+            )
     for name, most in SIZES.items():
         value = values.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
@@ -133,9 +143,9 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
     """Check that a folder has the weights of a model of this configuration (Transformers'), and no other layers."""
     from transformers import AutoModelForCausalLM
 
-    given, stored_weights = f"{key} is {folder!r}", check_files(folder, key)
-    layers = {match[0] for match in map(_LAYER.search, stored_weights) if match}
-    if (count := config.num_hidden_layers) != len(layers):  # check this before building so many layers
+    given, stored = f"{key} is {folder!r}", check_files(folder, key)
+    layers = {match[0] for match in map(_LAYER.search, stored) if match}
+    if (count := config.num_hidden_layers) > len(layers):  # check this before building so many layers
         raise ConfigError(f"{given}; config.json has {count} layers, the weights are of {len(layers)}")
     try:
         with torch.device("meta"):
@@ -143,27 +153,48 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
     except Exception as error:  # Transformers and PyTorch raise many kinds of errors
         raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    prefix = f"{model.base_model_prefix}."
-    # By their names in the model: a file may lack the decoder's prefix, or have it in excess.
-    names: dict[str, str] = {}
-    for name in stored_weights:
-        candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
-        names[next((each for each in candidates if each in expected), name)] = name
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    if missing := [name for name in expected if name not in names and name not in tied]:
+    uses = _uses(model, expected, stored)
+    found, tied = set().union(*uses.values()), getattr(model, "all_tied_weights_keys", None) or {}
+    if missing := [name for name in expected if name not in found and name not in tied]:
         raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
-    for name, own in ((name, own) for name, own in names.items() if name in expected):
-        shape, dtype = stored_weights[own]
-        if shape != expected[name]:
-            raise ConfigError(f"{given}; {own} has shape {shape}, config.json says {expected[name]}")
-        if dtype not in _FLOATS:
-            raise ConfigError(f"{given}, which is quantized ({own} is {dtype}); allowed: weights in floating point")
+    if not getattr(config, "quantization_config", None):
+        for own, names in uses.items():
+            (shape, dtype), whole = stored[own], len(names) == 1 and sum(n == names for n in uses.values()) == 1
+            if whole and shape != expected[names[0]]:
+                raise ConfigError(f"{given}; {own} has shape {shape}, config.json says {expected[names[0]]}")
+            if names and dtype not in _FLOATS:
+                raise ConfigError(f"{given}, which is quantized ({own} is {dtype}); allowed: weights in floating point")
     ignored = [re.compile(text) for text in model._keys_to_ignore_on_load_unexpected or ()]
-    others = [n for n in names.keys() - expected.keys() if not any(p.search(n) for p in (*ignored, _COMPUTED))]
+    others = [own for own, names in uses.items() if not names and not own.startswith(tuple(f"{n}." for n in expected))]
+    others = [own for own in others if not any(pattern.search(own) for pattern in (*ignored, _COMPUTED))]
     if strange := sorted(name for name in others if _LAYER.search(name)):
         raise ConfigError(f"{given}; its layers hold {_few(strange)}, which {config.model_type} does not have")
     if others:
         log.warning("%s: %s of the folder are not part of the model, and are not used", given, _few(sorted(others)))
+
+
+def _uses(model: Any, expected: Mapping[str, Any], stored: Iterable[str]) -> dict[str, list[str]]:
+    """Return the parameters that Transformers makes of each stored tensor, alone or with others; [] for none.
+
+    A file may lack the decoder's prefix or have it in excess, and may store experts one by one, which the model stacks.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    by_source = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+    known = dict.fromkeys(expected, True)
+    uses: dict[str, list[str]] = {}
+    for own in stored:
+        name, pattern = rename_source_key(own, renamings, converters, model.base_model_prefix, known)
+        if name not in known:
+            name, pattern = rename_source_key(own, [], [], model.base_model_prefix, known)
+        first, *others = by_source.get(pattern, [""]) if pattern else [""]
+        names = [name, *(name.replace(first, other) for other in others)]
+        uses[own] = [each for each in names if each in known]
+    return uses
 
 
 def load(auto: Any, folder: str, key: str, *, complete: bool = True, **options: Any) -> tuple[Any, list[str]]:
