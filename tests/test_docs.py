@@ -27,7 +27,6 @@ from benchmarks.__main__ import BENCHMARKS
 from lowbit.cli.app import COMMANDS, Group
 from lowbit.plan.cluster import Cluster
 from lowbit.train import ConfigError, from_mapping
-from lowbit.train.model import save_model
 from lowbit.train.pretrained import ByteTokenizer
 from tests.forked import run_script
 
@@ -141,7 +140,8 @@ def save_small_model(folder: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=256, **sizes)
     model = LlamaForCausalLM(config)
-    save_model(folder, dict(model.state_dict()), config, ByteTokenizer())
+    model.save_pretrained(folder)
+    ByteTokenizer().hugging_face().save_pretrained(folder)
 
 
 def save_small_adapters(folder: Path) -> None:

@@ -45,15 +45,14 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
 
 def base(folder: Path, family: str = "llama", *, seed: int = 7, **model: Any) -> str:
     """A folder with a model of random weights."""
-    from lowbit.train.model import build_model, hugging_face_config, save_model
+    from lowbit.train.model import build_model
     from lowbit.train.pretrained import ByteTokenizer
 
     config = tiny(folder, model={"family": family, **model}).model
     built = build_model(config, vocab=256, sequence=24, seed=seed)
     path = folder / "base"
-    path.mkdir()
-    weights = {name: weight.detach() for name, weight in built.named_parameters()}
-    save_model(path, weights, hugging_face_config(config, vocab=256, sequence=24), ByteTokenizer())
+    built.save_pretrained(path)
+    ByteTokenizer().hugging_face().save_pretrained(path)
     return str(path)
 
 

@@ -1,4 +1,6 @@
 import itertools
+import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -7,22 +9,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lowbit.collectives import DamagedError
 from lowbit.config import ConfigError
-from lowbit.train import TrainConfig, loop, model, train
+from lowbit.train import TrainConfig, export, loop, train
 from lowbit.train.config import FAMILIES, ModelConfig
+from lowbit.train.cut import Share
 from lowbit.train.model import (
     StageModule,
     architecture,
     build_model,
     check_pretrained,
     count_layers,
-    gather_weights,
     hugging_face_config,
     vocabulary,
 )
+from lowbit.train.weights import random_share
 from lowbit.wire.messages import Messages
 from tests.damage import Flip, on_the_way
 from tests.processes import Ranks
@@ -162,41 +166,69 @@ class Module:
             for (name, shape), dtype in zip(shapes.items(), (torch.float32, torch.bfloat16) * 2, strict=True)
         }
 
+    def as_stored(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
 
-def gathered(change: Any = None, alien: str = "") -> Any:
+
+def exported(folder: Path, dtype: torch.dtype | None = None, change: Any = None, alien: Any = "") -> Any:
     rank = dist.get_rank()
     module: Any = Module(rank)
     if alien and rank == 1:
         module.names = {torch.nn.Parameter(torch.zeros(2)): alien}
     messages = Messages(None, "saving", timeout=10)
+    limits = mock.patch.multiple(export, PIECE_BYTES=64, SHARD_BYTES=700)
     try:
-        with mock.patch.object(model, "_PIECE_BYTES", 64), on_the_way(2, change or (lambda count, message: None)):
-            return gather_weights({0: module}, messages)
+        with limits, on_the_way(2, change or (lambda count, message: None)):
+            files = export.Export([module], messages, dtype, adapters=False)
+            if rank == 0:
+                files.reserve(folder, "model")
+            files.write()
     except DamagedError as error:
         return str(error), error.rank
 
 
-def test_all_weights_arrive_bit_for_bit(ranks: Ranks):
-    first, *others = ranks.run(gathered, ranks=3)
-    assert others == [{}, {}]
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_all_weights_arrive_in_their_files(ranks: Ranks, tmp_path: Path, dtype: torch.dtype | None):
+    ranks.run(exported, tmp_path, dtype, ranks=3)
+    placed = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     expected = {name: w for rank in range(3) for w, name in Module(rank).names.items()}
-    assert first.keys() == expected.keys()
+    assert placed.keys() == expected.keys()
+    assert len(set(placed.values())) > 1
     for name, weight in expected.items():
-        found: Tensor = first[name]
-        assert (found.dtype, found.shape) == (weight.dtype, weight.shape)
-        assert torch.equal(found, weight)
+        found = load_file(tmp_path / placed[name])[name]
+        assert (found.dtype, found.shape) == (dtype or weight.dtype, weight.shape)
+        assert torch.equal(found, weight.to(found.dtype))
 
 
-def test_a_damaged_piece_names_weight_and_sender(ranks: Ranks):
-    outcome = ranks.outcomes(gathered, Flip(5), ranks=3)[0]
+def test_a_damaged_piece_names_weight_and_sender(ranks: Ranks, tmp_path: Path):
+    outcome = ranks.outcomes(exported, tmp_path, None, Flip(5), ranks=3)[0]
     assert outcome[0].startswith("saving, 2.matrix, number 5: the message from rank 2 is damaged: ")
     assert outcome[1] == 2
 
 
-def test_weights_of_another_rank_are_not_written_over(ranks: Ranks):
-    failure = ranks.outcomes(gathered, None, "0.vector", ranks=3)[0]
+def test_weights_of_another_rank_are_not_written_over(ranks: Ranks, tmp_path: Path):
+    failure = ranks.outcomes(exported, tmp_path, None, None, "0.vector", ranks=3)[0]
     assert failure.kind == "ValueError"
-    assert failure.text.startswith("rank 1 of the pipeline has 0.vector in float32; allowed: new ")
+    assert failure.text.startswith("two ranks of the pipeline have 0.vector; allowed: ")
+
+
+@pytest.mark.parametrize("described", [[["w", [-1], "F32"]], [["w", [2], "X"]], [["w"]], 3, [["w", "ab", "F32"]]])
+def test_a_hostile_description_is_refused(described: Any):
+    with pytest.raises(ValueError, match="rank 1 of the pipeline describes .*; allowed: weights"):
+        export._checked(described, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_share_of_a_random_model_has_the_weights_of_the_whole(family: str, tied: bool):
+    config = ModelConfig(family=family, dim=32, layers=4, heads=2, tied=tied)
+    whole = dict(build_model(config, vocab=99, sequence=12, seed=3).state_dict())
+    exact = hugging_face_config(config, vocab=99, sequence=12)
+    for layers, first, last in (({0, 1}, True, False), ({2}, False, False), ({3}, False, True), ({0, 3}, True, True)):
+        share = random_share(exact, Share(layers=frozenset(layers), first=first, last=last), 3)
+        weights = dict(share.named_parameters())
+        assert len({int(name) for name in re.findall(r"(?:layers|h)\.(\d+)\.", " ".join(weights))}) == len(layers)
+        assert all(torch.equal(value, whole[name]) for name, value in weights.items())
 
 
 def _train_with_a_slow_disk(config: TrainConfig, seconds: float) -> int:
@@ -204,7 +236,7 @@ def _train_with_a_slow_disk(config: TrainConfig, seconds: float) -> int:
         time.sleep(seconds)
         (folder / "config.json").write_text("{}")
 
-    with mock.patch.object(loop, "save_model", save):
+    with mock.patch.object(loop, "save_config", save):
         return train(config).steps
 
 

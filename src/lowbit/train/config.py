@@ -337,6 +337,9 @@ class RunConfig:
     """Number of steps that `trace` records, after the warm-up."""
     save_model: bool = True
     """Save the trained model at the end."""
+    save_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Data type of the saved weights. If omitted, that of the files of `model.pretrained`, or fp32. Adapters are always
+    saved in fp32."""
 
     def __post_init__(self) -> None:
         if self.allow_change and not (self.resume or self.supervise):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lowbit.config import atomic
 from lowbit.job.process_group import joined, world
@@ -25,16 +24,17 @@ from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
-from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
+from lowbit.train.checkpoints.save import Checkpoints, TransientError, raise_everywhere, together
 from lowbit.train.config import TrainConfig
 from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.evaluate import Goal, wanted_nats
+from lowbit.train.export import Export, export_dtype
 from lowbit.train.folder import FILES, IN_USE, RunFolder
 from lowbit.train.identity import CHOSEN, layout_of, versions
 from lowbit.train.layout import Pair
 from lowbit.train.links import Connections
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summary, from_json, summarize
-from lowbit.train.model import gather_weights, save_adapters, save_model
+from lowbit.train.model import save_adapter_config, save_config
 from lowbit.train.prepare import prepare
 from lowbit.train.progress import Progress, phase
 from lowbit.train.tracing import Tracing, traced_steps
@@ -248,10 +248,8 @@ class Run:
             losses = self._evaluate(done)
         model = self.output / "model" if self.config.run.save_model else None
         if model is not None:
-            first = trainer.replicas.index == 0
-            with phase("gathering the model on rank 0", trainer.rank, show=show):
-                weights = gather_weights(trainer.modules, self._messages("saving")) if first else {}
-                together(partial(self._save_model, weights), trainer.side)
+            with phase("saving the model on rank 0", trainer.rank, show=show):
+                self._save_model()
         chosen = trainer.chosen()
         sent = trainer.sent_outside_steps() | ({EVALUATION: self.checked_bytes} if self.checked_bytes else {})
         gathered = gather_json([trainer.memory(), sent], trainer.side)
@@ -275,22 +273,61 @@ class Run:
     def _write_about(self) -> None:
         atomic.write(self.output / "ranks.json", json.dumps(self.about, indent=1) + "\n")
 
-    def _save_model(self, weights: dict[str, Tensor]) -> None:
-        """Write the trained model on rank 0, which may take longer than the time limit."""
-        if self.trainer.rank == 0:
-            part, tokenizer = self.output / ".model.lowbit-part", self.trainer.prepared.data.tokenizer
+    def _save_model(self) -> None:
+        """Write the trained model on rank 0, while the ranks of the first pipeline send it.
+
+        Raises:
+            TransientError: the disk is too small. The checkpoints are as they were.
+        """
+        trainer, part = self.trainer, self.output / ".model.lowbit-part"
+        export: Export | None = None
+        if trainer.replicas.index == 0:
+            messages = self._messages("saving") if trainer.layout.ranks > 1 else None
+            export = Export(
+                trainer.modules.values(), messages, export_dtype(self.config), adapters=bool(self.config.lora.rank)
+            )
+
+        def on_rank_0(work: Callable[[], None]) -> None:
+            """Do what may take longer than the time limit, and raise its problem on all ranks."""
+
+            def attempt() -> str:
+                try:
+                    work()
+                    return ""
+                except OSError as error:
+                    return f"rank 0 cannot write the model, {part}: {error.strerror or error}; checkpoints stay"
+
+            if problem := together(attempt if trainer.rank == 0 else str, trainer.side)[0]:
+                raise TransientError(problem)
+
+        def reserve() -> None:
             shutil.rmtree(part, ignore_errors=True)  # of an attempt that was ended
             part.mkdir()
-            if self.config.lora.rank:
-                save_adapters(part, weights, self.config, tokenizer)
-            else:
-                save_model(part, weights, self.trainer.model_config, tokenizer)
-            names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
-            self.folder.note(*(f"model/{name}" for name in names))
-            for name in names:
-                (self.output / "model" / name).parent.mkdir(parents=True, exist_ok=True)
-                (part / name).replace(self.output / "model" / name)
-            shutil.rmtree(part)
+            assert export is not None
+            export.reserve(part, "adapter_model" if self.config.lora.rank else "model")
+
+        try:
+            on_rank_0(reserve)
+            if export is not None:
+                export.write()
+            on_rank_0(partial(self._place_model, part))
+        finally:
+            if export is not None:
+                export.close()
+
+    def _place_model(self, part: Path) -> None:
+        """Write what belongs to the weights in `part`, and move all of it to where the model is found."""
+        if self.config.lora.rank:
+            save_adapter_config(part, self.config)
+        else:
+            save_config(part, self.trainer.model_config, export_dtype(self.config) or torch.float32)
+        self.trainer.prepared.data.tokenizer.hugging_face().save_pretrained(part)
+        names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
+        self.folder.note(*(f"model/{name}" for name in names))
+        for name in names:
+            (self.output / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).replace(self.output / "model" / name)
+        shutil.rmtree(part)
 
     def _open_recorder(self) -> Recorder | None:
         if self.trainer.rank != 0:

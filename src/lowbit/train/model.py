@@ -7,9 +7,8 @@ of token ids; in a stage without the final norm, the identity replaces it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
 from functools import lru_cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,13 @@ from torch import Tensor, nn
 from lowbit.config import ConfigError
 from lowbit.train.config import ModelConfig, TrainConfig
 from lowbit.train.cut import Share, dtype_of, is_tied, parts_of, stage_of, uncut, whole_class
-from lowbit.train.pretrained import Tokenizer, check_weights, load, read_config, transformers_config
-from lowbit.wire.messages import Messages
+from lowbit.train.pretrained import check_weights, load, read_config, transformers_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
 ALL = "all-linear"
-_PIECE_BYTES = 8 << 20
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def count_layers(model: ModelConfig) -> int:
@@ -176,6 +172,12 @@ class StageModule(nn.Module):
         """The output matrix; on other stages than the last, an identity."""
         return self.model.get_output_embeddings()
 
+    def as_stored(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights of a layer by the names, and in the layout, of files, which may store experts one by one."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.model, weights)
+
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Compute activations in `boundary_dtype`; on the last stage logits (batch, sequence, vocab).
 
@@ -261,20 +263,11 @@ def add_adapters(model: PreTrainedModel, config: TrainConfig) -> None:
             parameter.data = parameter.data.float()
 
 
-def save_adapters(folder: Path, weights: Mapping[str, Tensor], config: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Write adapters and tokenizer so that `PeftModel.from_pretrained(model, folder)` loads them.
-
-    Args:
-        weights: the adapters, by their names in the whole model.
-    """
-    from safetensors.torch import save_file
-
-    named = {f"base_model.model.{name.replace('.default.', '.')}": w.contiguous() for name, w in weights.items()}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+def save_adapter_config(folder: Path, config: TrainConfig) -> None:
+    """Write the adapters' configuration, with which `PeftModel.from_pretrained(model, folder)` loads them."""
     saved = _peft_config(config)
     saved.inference_mode = True
     saved.save_pretrained(str(folder))
-    tokenizer.hugging_face().save_pretrained(folder)
 
 
 def _peft_config(config: TrainConfig) -> Any:
@@ -294,55 +287,8 @@ def _peft(rank: int) -> Any:  # PEFT, of an optional package
     return peft
 
 
-def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
-    """Gather all trained parameters on the CPU of a pipeline's first rank, by their names in the whole model.
-
-    The last stage's copy of a tied embedding, equal to the first's, is left out. The other ranks get nothing. Each rank
-    in turn sends a piece of 8 MiB, so that no wait is longer than one piece of every rank takes, and only rank 0 needs
-    memory for more than its own weights.
-
-    Args:
-        modules: of this rank. messages: between the ranks of the pipeline; None: this rank is the only one.
-
-    Raises:
-        DamagedError: a piece did not arrive as it was sent.
-        PeerError: a rank ended or does not answer.
-        ValueError: a rank describes weights that it cannot have.
-    """
-    named = [(p, n) for m in modules.values() for p, n in m.names.items() if n not in m.aliases]
-    weights = {name: parameter.detach().cpu() for parameter, name in named if parameter.requires_grad}
-    if messages is None:
-        return weights
-    if messages.rank != 0:
-        described = [(n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
-        messages.send_json(described, 0)
-        for tensor in weights.values():
-            for piece in tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
-                messages.send(piece, 0).wait()
-        return {}
-    for _ in zip_longest(*(_receive_all(weights, messages, rank) for rank in range(1, messages.ranks))):
-        pass  # a piece of each rank in turn
-    return weights
-
-
-def _receive_all(weights: dict[str, Tensor], messages: Messages, rank: int) -> Iterator[None]:
-    """Receive a rank's weights into `weights`; yield after each piece."""
-    for name, shape, dtype in messages.receive_json(rank, "names of weights"):
-        if dtype not in _DTYPES or name in weights:
-            raise ValueError(f"rank {rank} of the pipeline has {name} in {dtype}; allowed: new names in {_DTYPES}")
-        weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        for piece in weights[name].view(-1).view(torch.uint8).split(_PIECE_BYTES):
-            piece.copy_(messages.receive(piece.numel(), rank, name))
-            yield
-
-
-def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfig, tokenizer: Tokenizer) -> None:
-    """Write model and tokenizer so that `from_pretrained(folder)` loads both."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    logging.disable_progress_bar()
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.hugging_face().save_pretrained(folder)
+def save_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Write a model's configuration. dtype: of the saved weights."""
+    saved: Any = copy.copy(config)
+    saved.architectures, saved.dtype = [whole_class(config).__name__], dtype
+    saved.save_pretrained(folder)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -260,25 +261,40 @@ def _write_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
 
     safetensors' own writer would hold a copy of all tensors in memory.
     """
-    # Large elements first, so that each tensor begins at a multiple of its element's size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    entries: dict[str, Any] = {
-        name: {"dtype": _NAMES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in names
-    }
-    header, end = {}, 0
-    for name in names:
-        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
-        header[name] = entries[name] | {"data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    entries: dict[str, Any] = {name: (_NAMES[x.dtype], tuple(x.shape)) for name, x in tensors.items()}
+    header, offsets, size = header_of(entries)
     digest = hashlib.sha256()
 
     def chunks() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for name in names:
+        yield header
+        for name in offsets:
             flat = tensors[name].detach().cpu().contiguous().reshape(-1)
             if flat.numel():
                 yield flat.view(torch.uint8).numpy().data
 
     write_file(path, (digest.update(chunk) or chunk for chunk in chunks()))
-    return replace(manifest, file={"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}, tensors=entries)
+    described = {name: {"dtype": entries[name][0], "shape": list(entries[name][1])} for name in offsets}
+    return replace(manifest, file={"bytes": size, "sha256": digest.hexdigest()}, tensors=described)
+
+
+def header_of(
+    entries: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """Return a file's first bytes in safetensors' format, where each tensor begins, in their order, and its size.
+
+    Args:
+        entries: dtype, by safetensors' name, and shape of each tensor.
+    """
+    # Large elements first, so that each tensor begins at a multiple of its element's size.
+    names = sorted(entries, key=lambda name: (-DTYPES[entries[name][0]].itemsize, name))
+    values: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    starts, end = {}, 0
+    for name in names:
+        dtype, shape = entries[name]
+        starts[name], end = end, end + prod(shape) * DTYPES[dtype].itemsize
+        values[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(values).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: first + start for name, start in starts.items()}, first + end
