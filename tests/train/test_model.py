@@ -214,7 +214,7 @@ def test_weights_of_another_rank_are_not_written_over(ranks: Ranks, tmp_path: Pa
 
 @pytest.mark.parametrize("described", [[["w", [-1], "F32"]], [["w", [2], "X"]], [["w"]], 3, [["w", "ab", "F32"]]])
 def test_a_hostile_description_is_refused(described: Any):
-    with pytest.raises(ValueError, match="rank 1 of the pipeline describes .*; allowed: weights"):
+    with pytest.raises(ValueError, match="rank 1 of the pipeline describes .*; allowed: names"):
         export._checked(described, 1)
 
 
