@@ -109,6 +109,18 @@ def mixed(codec: Codec) -> None:
         assert stage.traffic.forward_bytes + stage.traffic.backward_bytes == 0
 
 
+def altered() -> None:
+    """One rank goes on with other directions, under the same number and digest of messages."""
+    run = toy.Run("1f1b", toy.lowbit(forward=TransformQuant(), backward=INT6, timeout=30))
+    run.train(0)
+    state = run.stages[0].codec_state_dict()
+    if run.last:
+        [kept] = state["lanes"]["boundary 0 forward"].values()
+        kept["directions"] = kept["directions"].flip(0)
+    run.stages[0].load_codec_state_dict(state)
+    run.train(1)
+
+
 @pytest.mark.parametrize(
     ("function", "args", "said"),
     [
@@ -129,6 +141,7 @@ def mixed(codec: Codec) -> None:
         (loads_alone, (), "codec state: loaded on rank 1 (stage 1)"),
         (mixed, (TransformQuant(),), "boundary 0 forward state: "),
         (mixed, (AQSGD(),), "boundary 0 forward state: "),
+        (altered, (), "boundary 0 forward state: "),
     ],
 )
 def test_ranks_that_differ_get_the_same_error(ranks: Ranks, function: Any, args: Any, said: str):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.checks import FLOATS
-from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, PROPOSAL, call, check_ends, is_own, open_session
+from lowbit.codecs.foreign import CHOICE, PROPOSAL, call, check_ends, compared, is_own, open_session
 from lowbit.pipeline.arguments import StepKind
 from lowbit.wire.traffic import Traffic
 
@@ -137,10 +137,10 @@ class States:
     def digest(self) -> str:
         digest = xxhash.xxh3_64()
         for name, state in sorted(self.state_dict().items()):
-            # A state with a digest of its messages is compared by that: computed numbers may differ in the last bits.
-            keys = {*COMPARED, CHOICE} if DIGEST in state else state
-            for key in sorted((state.keys() & keys) - {PROPOSAL}):  # proposals differ between the ends until sent
-                value = state[key]
+            # Proposals differ between the ends until they are sent.
+            own = {key: value for key, value in state.items() if key not in (CHOICE, PROPOSAL)}
+            both = compared(self._codec, own) | ({CHOICE: state[CHOICE]} if CHOICE in state else {})
+            for key, value in sorted(both.items()):
                 digest.update(f"{name}/{key}".encode())
                 if isinstance(value, Tensor):
                     digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
