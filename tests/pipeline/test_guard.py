@@ -296,18 +296,25 @@ def test_a_rank_that_fails_is_named_by_all_others(ranks: Ranks, schedule: str, r
 
 
 @pytest.mark.parametrize("passes_before", [0, 1])
+SPLIT = {
+    0: "the batch cannot be split into 4 micro-batches (",
+    N - 1: "the batch gives 3 micro-batches, and the schedule has 4",
+}
+
+
+@pytest.mark.parametrize("rows", SPLIT)
 @on_ranks
-def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int) -> None:
+def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int, rows: int) -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=toy.FP32, backward=toy.FP32, timeout=30))
     for number in range(passes_before):
         run.feed(*data(number))
     start = time.monotonic()
-    with pytest.raises(ValueError, match="micro-batches") as caught:
-        run.feed(*data(0, N - 1))
+    for training in (True, False):
+        with pytest.raises(ValueError, match="micro-batches") as caught:
+            run.feed(*data(0, rows), training=training)
+        assert str(caught.value).startswith(SPLIT[rows])
+        assert str(caught.value).endswith("; allowed: at least one sample for each")
     assert time.monotonic() - start < 10
-    assert str(caught.value) == (
-        "the batch gives 3 micro-batches, and the schedule has 4; allowed: at least one sample for each"
-    )
     found, expected = run.take(*data(9)), in_one_process(run, True, N, *data(9))
     assert toy.same(found[1], expected[1])
     torch.testing.assert_close(found[2], expected[2])
@@ -320,6 +327,11 @@ def too_few_targets() -> None:
 
 
 def without_samples() -> None:
+def keyword_without_rows() -> None:
+    run = toy.Run("1f1b", FITTING)
+    run.feed(*data(0), **({"scale": torch.ones(0)} if run.last else {}))
+
+
     run = toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6, timeout=60))
     if run.first:
         run.stages[0].set_samples(range(ROWS))
@@ -336,11 +348,16 @@ def unfrozen() -> None:
 
 @pytest.mark.parametrize(
     ("function", "culprit", "said"),
-    [(too_few_targets, 1, ""), (without_samples, 1, "set_samples"), (unfrozen, 0, "stage 0 requires a gradient")],
+    [
+        (too_few_targets, 1, ""),
+        (keyword_without_rows, 1, ""),
+        (without_samples, 1, "set_samples"),
+        (unfrozen, 0, "stage 0 requires a gradient"),
+    ],
 )
 def test_a_wrong_argument_on_one_rank_is_told_to_the_other(ranks: Ranks, function: Any, culprit: int, said: str):
     outcomes = toy.timely(ranks, function)
     own, other = outcomes[culprit], outcomes[1 - culprit]
-    assert own.kind == "ValueError"
+    assert own.kind == ("RuntimeError" if function is keyword_without_rows else "ValueError")
     assert said in own.text
     assert other.text == f"rank {culprit} (stage {culprit}) gave up: ValueError: {own.text}"

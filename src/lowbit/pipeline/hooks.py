@@ -10,7 +10,8 @@ import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from lowbit.pipeline.boundary import Direction
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of
+from lowbit.wire.errors import described
 
 
 class HookedStage(PipelineStage):
@@ -202,9 +204,9 @@ def _take_over(schedule: _PipelineSchedule) -> None:
     """Make the schedule run its micro-batches within `HookedStage._run_pass`, without preparing stages."""
     if getattr(schedule, "_runs_hooked", False):
         return
-    run, this = type(schedule)._step_microbatches, weakref.ref(schedule)
+    kind, this = type(schedule), weakref.ref(schedule)
 
-    def run_hooked(arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **named: Any) -> None:
+    def run_pass(args: Any, kwargs: Any, body: Callable[[_PipelineSchedule], Any], fault: str = "") -> None:
         schedule = this()
         assert schedule is not None  # one of its methods is running
         held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
@@ -216,8 +218,19 @@ def _take_over(schedule: _PipelineSchedule) -> None:
         for prefix in ("_stage", "_stages"):
             setattr(schedule, f"{prefix}_forward_initialized", True)
             setattr(schedule, f"{prefix}_backward_initialized", training)
-        batch = Batch(training, count, arg_mbs or [()] * count, kwarg_mbs or [{}] * count)
-        stages[0]._run_pass(stages, batch, lambda: run(schedule, arg_mbs, kwarg_mbs, *rest, **named))
+        batch = Batch(training, count, args or [()] * count, kwargs or [{}] * count, fault)
+        stages[0]._run_pass(stages, batch, lambda: body(schedule))
+
+    def run_hooked(arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **named: Any) -> None:
+        run_pass(arg_mbs, kwarg_mbs, lambda its: kind._step_microbatches(its, arg_mbs, kwarg_mbs, *rest, **named))
+
+    def split_hooked(args: Any, kwargs: Any = None) -> Any:
+        schedule = this()
+        assert schedule is not None
+        try:
+            return kind._split_inputs(schedule, args, kwargs)
+        except Exception as error:  # raise it within a pass, so that all ranks learn of it
+            run_pass(None, None, partial(_raise, error), described(error))
 
     setattr(schedule, "_step_microbatches", run_hooked)  # noqa: B010 (pyright)
     setattr(schedule, "_runs_hooked", True)  # noqa: B010
@@ -225,3 +238,8 @@ def _take_over(schedule: _PipelineSchedule) -> None:
 
 def _as_tuple(values: Any) -> tuple[Any, ...]:
     return tuple(values) if isinstance(values, tuple | list) else (values,)
+    setattr(schedule, "_split_inputs", split_hooked)  # noqa: B010
+def _raise(error: Exception, schedule: _PipelineSchedule) -> Never:
+    raise error
+
+

@@ -53,7 +53,10 @@ def layout_of(x: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """A call of `schedule.step` or `eval` on this rank, and its positional and keyword inputs by micro-batch."""
+    """A call of `schedule.step` or `eval` on this rank, and its positional and keyword inputs by micro-batch.
+
+    `fault`: why they could not be split; empty if they were.
+    """
 
     training: bool
     micro_batches: int
@@ -75,10 +78,13 @@ class Batch:
         kinds = {x.device.type for x in tree_leaves(self.args) if isinstance(x, Tensor)}
         cast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         given = [[layout_of(x) for x in args if isinstance(x, Tensor)] for args in self.args]
+    fault: str = ""
         named = [tree_leaves(sorted(kwargs.items())) for kwargs in self.kwargs]
         inputs = [(_key(layouts), _key(leaves)) for layouts, leaves in zip(given, named, strict=True)]
         return (self.training, *sorted(cast)), *inputs
 
+        if self.fault:
+            return f"the batch cannot be split into {count} micro-batches ({self.fault[:99]}); {allowed}"
 
 def send_layouts(
     layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
