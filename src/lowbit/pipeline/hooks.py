@@ -16,6 +16,7 @@ from typing import Any, Never
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
@@ -46,6 +47,7 @@ class HookedStage(PipelineStage):
             self.declared = Layouts(*layouts)
         self._runtime_validate = False  # PyTorch would compare with its own preparation, which never runs
         self._layouts: Sequence[Layouts] = ()  # by micro-batch
+        self._whole: set[int] = set()  # micro-batches whose backward pass must not be split
         self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
 
     @abstractmethod
@@ -56,6 +58,7 @@ class HookedStage(PipelineStage):
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
+        self._whole.clear()
         self._handed_over.clear()
         frame = sys._getframe(1)
         while not isinstance((step := frame.f_locals).get("self"), _PipelineSchedule):
@@ -110,6 +113,20 @@ class HookedStage(PipelineStage):
         learned = [layout for layout in layouts if layout.requires_grad]
         grads = iter(self.lanes.take("backward", bwd_chunk_id, learned))
         return tuple(next(grads) if layout.requires_grad else None for layout in layouts)
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **named: Any) -> None:
+        # PyTorch's split loses gradients of parameters that no input with a gradient leads to, such as all parameters
+        # after frozen stages. Its own first stage is never split; nor is a stage with its own `dw_builder`.
+        if not (full_backward or self.is_first or self.dw_builder) and self.has_backward:
+            outputs, inputs = self.fwd_cache[bwd_chunk_id]
+            if not _can_be_split((loss,) if self.is_last else outputs, inputs):
+                self._whole.add(bwd_chunk_id)
+        whole = full_backward or bwd_chunk_id in self._whole
+        super().backward_one_chunk(bwd_chunk_id, loss, whole, **named)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, **named: Any) -> None:
+        if bwd_chunk_id not in self._whole:
+            super().backward_weight_one_chunk(bwd_chunk_id, **named)
+
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.stage_index + 1 not in self.lanes.peers:
@@ -185,6 +202,23 @@ def trial(stage: HookedStage, inputs: Sequence[Any], kwargs: dict[str, Any], *, 
         real = [stage._real(x) for x in inputs]
         named = {name: stage._real(x) for name, x in kwargs.items()}
         return tuple(map(layout_of, _as_tuple(stage.submod(*real, **named))))
+
+
+def _can_be_split(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
+    """Whether each output with a gradient depends on an input with one."""
+    targets = {get_gradient_edge(x).node for x in inputs if isinstance(x, Tensor) and x.requires_grad}
+    for output in outputs:
+        if not output.requires_grad:
+            continue
+        ahead = [get_gradient_edge(output).node]
+        seen = set(ahead)
+        while ahead and ahead[-1] not in targets:
+            new = {node for node, _ in ahead.pop().next_functions if node is not None} - seen
+            seen |= new
+            ahead += new
+        if not ahead:
+            return False
+    return True
 
 
 def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
