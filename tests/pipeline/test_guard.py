@@ -142,6 +142,7 @@ def altered() -> None:
         (mixed, (TransformQuant(),), "boundary 0 forward state: "),
         (mixed, (AQSGD(),), "boundary 0 forward state: "),
         (altered, (), "boundary 0 forward state: "),
+        (unlike, ("1f1b", {1: {"code_constants": True}}), "constants: exact on rank 0 (stage 0); coded on rank 1"),
     ],
 )
 def test_ranks_that_differ_get_the_same_error(ranks: Ranks, function: Any, args: Any, said: str):
@@ -295,7 +296,6 @@ def test_a_rank_that_fails_is_named_by_all_others(ranks: Ranks, schedule: str, r
         assert re.search(said, outcome.text), outcome.text
 
 
-@pytest.mark.parametrize("passes_before", [0, 1])
 SPLIT = {
     0: "the batch cannot be split into 4 micro-batches (",
     N - 1: "the batch gives 3 micro-batches, and the schedule has 4",
@@ -303,6 +303,7 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("rows", SPLIT)
+@pytest.mark.parametrize("passes_before", [0, 1])
 @on_ranks
 def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int, rows: int) -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=toy.FP32, backward=toy.FP32, timeout=30))
@@ -326,12 +327,12 @@ def too_few_targets() -> None:
         run.feed(x, target[:rows])
 
 
-def without_samples() -> None:
 def keyword_without_rows() -> None:
     run = toy.Run("1f1b", FITTING)
     run.feed(*data(0), **({"scale": torch.ones(0)} if run.last else {}))
 
 
+def without_samples() -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6, timeout=60))
     if run.first:
         run.stages[0].set_samples(range(ROWS))
@@ -360,4 +361,4 @@ def test_a_wrong_argument_on_one_rank_is_told_to_the_other(ranks: Ranks, functio
     own, other = outcomes[culprit], outcomes[1 - culprit]
     assert own.kind == ("RuntimeError" if function is keyword_without_rows else "ValueError")
     assert said in own.text
-    assert other.text == f"rank {culprit} (stage {culprit}) gave up: ValueError: {own.text}"
+    assert other.text == f"rank {culprit} (stage {culprit}) gave up: {own.kind}: {own.text}"

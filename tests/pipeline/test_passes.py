@@ -298,6 +298,29 @@ def test_a_trial_run_leaves_buffers_that_the_model_replaces() -> None:
     assert torch.equal(run.stages[0].submod.mean, modules[dist.get_rank()].get_buffer("mean"))
 
 
+class Remembering(toy.Block):
+    """A block with its last output in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(toy.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.get_buffer("seen").copy_(y[0, 0])
+        return y
+
+
+@on_ranks
+def test_the_trial_of_an_evaluation_leaves_no_graph_in_buffers() -> None:
+    run = toy.Run("1f1b", PLAIN, kind=Remembering)
+    for number in range(2):
+        run.feed(*data(number), training=False)
+    seen = run.stages[0].submod.get_buffer("seen")
+    assert seen.any()
+    assert not seen.requires_grad
+
+
 def other_formats(schedule: str) -> Any:
     """Bits of each step, gradients equal to those of stages made with the second format, and receives left over."""
     first, second = GroupInt(bits=8, group=24), TransformQuant(bits=12)
