@@ -105,6 +105,11 @@ class Run:
                 log.warning("%s", note)
             if self.config.activations.plan and trainer.prepared.autocast is None:
                 log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
+            if trainer.prepared.identity["model.tied"] is True and not trainer.model_config.tie_word_embeddings:
+                log.warning(
+                    "model.pretrained is %r, which ties embedding and output matrix, but has two different ones: both "
+                    "are trained, and saved as two", self.config.model.pretrained,
+                )  # fmt: skip
         self._conversations: dict[str, Messages] = {}
         self.trips = self._measure_distance()
         self.connections = Connections(trainer, self._slowest_rate, self._say)

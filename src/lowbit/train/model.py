@@ -90,6 +90,8 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
         AutoModelForCausalLM, model.pretrained, "model.pretrained",
         config=config, dtype=torch.float32, attn_implementation="sdpa",
     )  # fmt: skip
+    # Whatever its configuration says, Transformers ties no weights that differ in the file.
+    loaded.config.tie_word_embeddings = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     return loaded
 
 

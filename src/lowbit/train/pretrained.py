@@ -142,7 +142,8 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # Transformers and PyTorch raise many kinds of errors
         raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    # A tied weight counts under both names: a file may hold either, or two weights that differ.
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     prefix = f"{model.base_model_prefix}."
     # By their names in the model: a file may lack the decoder's prefix, or have it in excess.
     names: dict[str, str] = {}
@@ -150,6 +151,7 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
         candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
         names[next((each for each in candidates if each in expected), name)] = name
     tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = tied | {source: name for name, source in tied.items() if name in names}
     if missing := [name for name in expected if name not in names and name not in tied]:
         raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
     for name, own in ((name, own) for name, own in names.items() if name in expected):
