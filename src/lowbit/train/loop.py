@@ -34,7 +34,7 @@ from lowbit.train.identity import CHOSEN, layout_of, versions
 from lowbit.train.layout import Pair
 from lowbit.train.links import Connections
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summary, from_json, summarize
-from lowbit.train.model import gather_weights, save_adapters, save_model
+from lowbit.train.model import gather_weights, save_adapters, save_companions, save_model
 from lowbit.train.prepare import prepare
 from lowbit.train.progress import Progress, phase
 from lowbit.train.tracing import Tracing, traced_steps
@@ -290,6 +290,7 @@ class Run:
                 save_adapters(part, weights, self.config, tokenizer)
             else:
                 save_model(part, weights, self.trainer.model_config, tokenizer)
+            save_companions(part, self.config, self.trainer.generation_config)
             names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
             self.folder.note(*(f"model/{name}" for name in names))
             for name in names:

@@ -294,7 +294,7 @@ class Trainer:
         """Cut this rank's stages from a whole model, which is dropped; also return whether its embedding is tied."""
         config, prepared = self.config, self.prepared
         model = build_model(config.model, vocab=prepared.vocab, sequence=config.data.sequence, seed=config.run.seed)
-        self.model_config = model.config
+        self.model_config, self.generation_config = model.config, model.generation_config
         if config.lora.rank:
             add_adapters(model, config)
         model.train()  # Hugging Face loads a pretrained model in evaluation mode, without dropout
