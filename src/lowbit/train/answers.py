@@ -139,6 +139,11 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
                 f"{where}: the chat template leaves out message {index}, of role {message['role']!r}; "
                 "allowed: roles that the template knows"
             )
+    if spans[-1][1] != whole:  # both are the whole conversation
+        raise ConfigError(
+            f"{where}: the chat template writes the same messages differently each time; "
+            "allowed: a template without random values"
+        )
     agreed = [whole.startswith(after) and after.startswith(before) for before, after in spans]
     if not agreed[-1]:
         raise ConfigError(

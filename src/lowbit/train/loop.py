@@ -232,7 +232,8 @@ class Run:
         dist.barrier(group=trainer.side)
         if trainer.rank == 0:
             self.folder.note(*FILES)
-            written = replace(self.config, pipeline=in_full(self.config.pipeline)).to_json()
+            data = replace(self.config.data, date=self.trainer.prepared.data.date or self.config.data.date)
+            written = replace(self.config, pipeline=in_full(self.config.pipeline), data=data).to_json()
             atomic.write(self.output / "config.json", written + "\n")
             self._write_about()
         return done
