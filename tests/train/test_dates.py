@@ -107,11 +107,14 @@ def test_only_what_depends_on_the_date_has_one(tmp_path: Path):
 
 
 def test_a_template_with_random_values_is_refused(tmp_path: Path):
-    config = chatting(tmp_path, "{{ range(1000000) | random }}" + CHATML)
-    with pytest.raises(
-        ConfigError, match=r"said.jsonl line \d+: the chat template writes the same messages differently"
-    ):
-        load_data(config.data)
+    for expression, problem in {
+        "range(100000) | random": "writes the same messages differently each time; allowed: a template without random",
+        "range(1000000) | random": "refuses the messages: Range too big",
+        "1 // 0": "refuses the messages: ",
+    }.items():
+        config = chatting(tmp_path, f"{{{{ {expression} }}}}{CHATML}")
+        with pytest.raises(ConfigError, match=rf"said.jsonl line \d+: the chat template {problem}"):
+            load_data(config.data)
 
 
 def test_a_run_keeps_its_date_when_it_resumes_on_another_day(tmp_path: Path):
