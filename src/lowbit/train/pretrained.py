@@ -7,6 +7,7 @@ headers of their files. Code in a folder is never run, whatever its files ask fo
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,16 @@ _LAYER = re.compile(r"\b(?:layers|h)\.\d+\.")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _LFS = b"version https://git-lfs"
 
+GENERATION = "generation_config.json"
+MODEL_FILES = re.compile(
+    r"generation_config\.json|(LICEN[CS]E|[Ll]icen[cs]e|NOTICE|[Nn]otice|COPYING|USE_POLICY)(\.txt|\.md|\.rst)?"
+)
+"""Files of a pretrained model that belong to every model trained from it; its README describes another model."""
+TOKENIZER_FILES = re.compile(
+    r"(vocab|added_tokens|special_tokens_map)\.json|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+)
+"""Files of a tokenizer that other programs read, and that Transformers need not write again."""
+
 _Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, by name
 
 
@@ -48,14 +59,10 @@ def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
     """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors."""
     given, path = f"{key} is {folder!r}", Path(folder) / "config.json"
     try:
-        values = read_json(path)
+        values = _read_object(given, path)
     except OSError as error:
         why = f"{path}: {error.strerror}; allowed: a folder with a saved model{hint(folder)}"
         raise ConfigError(f"{given}; {why}") from error
-    except ValueError as error:
-        raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{given}; {path} does not hold a JSON object")
     kind = values.get("model_type")
     if kind not in FAMILIES:
         raise ConfigError(f"{given}, a model of type {kind!r}; allowed: {', '.join(FAMILIES)}")
@@ -67,6 +74,23 @@ def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
         if value is not None and not (type(value) is int and 1 <= value <= most):
             raise ConfigError(f"{given}; {path} has {name} {value!r}; allowed: an integer from 1 to {most}")
     return values
+
+
+def _read_object(given: str, path: Path) -> dict[str, Any]:
+    try:
+        values = read_json(path)
+    except ValueError as error:
+        raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{given}; {path} does not hold a JSON object")
+    return values
+
+
+def check_generation_config(folder: str, key: str = "model.pretrained") -> None:
+    """Check that how to generate text, if a model's folder says so, is a JSON object: Transformers ignores others."""
+    path = Path(folder) / GENERATION
+    if path.is_file():
+        _read_object(f"{key} is {folder!r}", path)
 
 
 def read_json(path: Path) -> Any:
@@ -142,7 +166,8 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # Transformers and PyTorch raise many kinds of errors
         raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    # A tied weight counts under both names: a file may hold either, or two weights that differ.
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     prefix = f"{model.base_model_prefix}."
     # By their names in the model: a file may lack the decoder's prefix, or have it in excess.
     names: dict[str, str] = {}
@@ -150,6 +175,7 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
         candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
         names[next((each for each in candidates if each in expected), name)] = name
     tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = tied | {source: name for name, source in tied.items() if name in names}
     if missing := [name for name in expected if name not in names and name not in tied]:
         raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
     for name, own in ((name, own) for name, own in names.items() if name in expected):
@@ -246,6 +272,28 @@ def _headers(given: str, files: Iterable[Path]) -> _Shapes:
             why = f"it has {path.stat().st_size} bytes; {reason(error)}" if path.is_file() else reason(error)
             raise ConfigError(f"{given}; {path} is cut short or cannot be read: {why}") from error
     return shapes
+
+
+def copy_files(folder: str, target: Path, names: re.Pattern[str]) -> None:
+    """Copy those files of a foreign folder that have such names to a saved model; log a line for each that cannot be.
+
+    A link may lead to a file of the folder, or of the Hugging Face cache that it lies in, and nowhere else: a model is
+    published, its user's files are not. What `target` has already stays, except how to generate text.
+    """
+    place = Path(folder).resolve()
+    roots = [place, place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [place]
+    for path in sorted(each for each in place.glob("*") if names.fullmatch(each.name)):
+        if (target / path.name).exists() and path.name != GENERATION:
+            continue
+        try:
+            real = path.resolve(strict=True)
+            if not real.is_file() or not any(real.is_relative_to(root) for root in roots):
+                raise OSError(None, "it is a link out of the folder, or not a file")
+            if real.stat().st_size > _MOST_BYTES:
+                raise OSError(None, f"it has more than {_MOST_BYTES >> 20} MiB")
+            shutil.copyfile(real, target / path.name)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+            log.warning("%s is not saved with the model: %s", path, getattr(error, "strerror", None) or error)
 
 
 def _few(names: list[str]) -> str:
