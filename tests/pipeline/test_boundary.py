@@ -12,7 +12,7 @@ from tests.pipeline.toy import INT4
 from tests.refused import refused
 
 SHAPE = torch.Size((2, 16, 64))
-SLOT = (SHAPE, torch.float32)
+SLOT = Slot(SHAPE, torch.float32)
 
 
 def ready(lane: Lane, *slots: Slot, step: StepKind = StepKind(), micro_batches: int = 3) -> Lane:
@@ -31,7 +31,7 @@ def lane(codec: Codec, *slots: Slot, step: StepKind = StepKind()) -> Lane:
 
 def crosses(codec: Codec, x: Tensor, step: StepKind = StepKind()) -> tuple[Tensor, int]:
     """`x` at the other end, and the bytes that travelled."""
-    sender, receiver = (lane(codec, (x.shape, x.dtype)) for _ in range(2))
+    sender, receiver = (lane(codec, Slot(x.shape, x.dtype)) for _ in range(2))
     assert sender.messages(0) == receiver.messages(0) == 1
     return pass_on(sender, receiver, step, 0, x), sender.nbytes(0, step, 0)
 
@@ -105,7 +105,7 @@ def test_shapes_that_share_what_a_codec_keeps():
     for shape, training in ((SHAPE, True), (small, False), (small, True), (SHAPE, True)):
         x = torch.randn(shape)
         for end in (sender, receiver):
-            ready(end, (shape, torch.float32))
+            ready(end, Slot(shape, torch.float32))
         assert (pass_on(sender, receiver, StepKind(training), 0, x) - x).norm() < 0.6 * x.norm()
     assert sender.states.nbytes() == receiver.states.nbytes() > 4 * 16 * 64
     [(name, state)] = sender.states.state_dict().items()
@@ -113,11 +113,11 @@ def test_shapes_that_share_what_a_codec_keeps():
     again = unused(codec)
     again.states.load_state_dict(sender.states.state_dict())
     for end in (again, sender):
-        ready(end, (small, torch.float32))
+        ready(end, Slot(small, torch.float32))
     x = torch.randn(small)
     assert torch.equal(again.encode(0, StepKind(), 0, x), sender.encode(0, StepKind(), 0, x))
     again.states.load_state_dict({})  # a checkpoint of before the first message
-    fresh = lane(codec, (small, torch.float32))
+    fresh = lane(codec, Slot(small, torch.float32))
     assert torch.equal(again.encode(0, StepKind(), 0, x), fresh.encode(0, StepKind(), 0, x))
 
 
@@ -138,7 +138,7 @@ def unsettled(*slots: Slot) -> tuple[Lane, Lane]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype: torch.dtype):
     odd = torch.Size((1, 16, 64))
-    slots = (SHAPE, dtype), (torch.Size((3,)), torch.int64)
+    slots = Slot(SHAPE, dtype), Slot(torch.Size((3,)), torch.int64)
     sender, receiver = unsettled(*slots)
     x = near(1).to(dtype)
     assert torch.equal(pass_on(sender, receiver, FULL, 0, x), x)
@@ -156,7 +156,7 @@ def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype
     assert sender.states.chosen() == receiver.states.chosen() == {"tensor 0, width 64": expected}
     assert sender.facts(slots) == receiver.facts(slots)
     for end in (sender, receiver):
-        ready(end, (odd, dtype))
+        ready(end, Slot(odd, dtype))
     y = pass_on(sender, receiver, StepKind(), 0, near(9, odd).to(dtype))
     assert (y - near(9, odd)).norm() < 0.25 * near(9, odd).norm()
     assert sender.nbytes(0, StepKind(), 0) == expected.nbytes(odd)
@@ -183,13 +183,13 @@ def test_without_a_choice_nothing_is_coded():
         (lambda: sender.prepare([SLOT]), ValueError, open_choice),
         (lambda: sender.nbytes(0, StepKind(), 0), ValueError, open_choice),
         (lambda: sender.states.session(0, SLOT), ValueError, open_choice),
-        (lambda: sender.prepare([(SHAPE, torch.float64)], FULL), TypeError, "float64"),
+        (lambda: sender.prepare([Slot(SHAPE, torch.float64)], FULL), TypeError, "float64"),
     )
 
 
 def test_micro_batches_may_differ_in_what_crosses():
     """And a lane that is told of other tensors goes on with what it has learned of the ones before."""
-    slots = [[(torch.Size((n, 3, 64)), torch.float32)] for n in (2, 2, 1)]
+    slots = [[Slot(torch.Size((n, 3, 64)), torch.float32)] for n in (2, 2, 1)]
     sender, receiver = (unused(INT4) for _ in range(2))
     assert sender.messages(0) == 0, "nothing crosses yet"
     for end in (sender, receiver):
@@ -197,7 +197,7 @@ def test_micro_batches_may_differ_in_what_crosses():
             end.prepare(each)
         end.use([*slots, []])
     assert [sender.messages(i) for i in range(4)] == [1, 1, 1, 0]
-    for i, [(shape, _)] in enumerate(slots):
+    for i, [(shape, _, _)] in enumerate(slots):
         x = torch.randn(shape)
         assert sender.nbytes(0, StepKind(), i) == INT4.nbytes(shape)
         assert torch.equal(pass_on(sender, receiver, StepKind(), i, x), INT4.round_trip(x))
@@ -209,7 +209,7 @@ def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.Mo
     used: list[tuple[str, torch.dtype]] = []
     monkeypatch.setattr(GroupInt, "_encode", lambda self, x, payload: used.append(("encode", x.dtype)))
     monkeypatch.setattr(GroupInt, "_decode", lambda self, payload, out, add: used.append(("decode", out.dtype)))
-    slots = (torch.Size((5, 70)), torch.bfloat16), (torch.Size((5,)), torch.int64)
+    slots = Slot(torch.Size((5, 70)), torch.bfloat16), Slot(torch.Size((5,)), torch.int64)
     for _ in range(2):
         lane(GroupInt(bits=7, group=40), *slots).warm_up(slots)
     assert used == [("encode", torch.bfloat16), ("decode", torch.bfloat16)]

@@ -56,6 +56,41 @@ def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backwar
     assert not toy.same(losses, plain)
 
 
+class Masking(toy.Block):
+    """A block that hands over an additive mask, before its activations."""
+
+    def forward(self, x: Any, y: Tensor | None = None) -> Any:
+        mask, y = x if isinstance(x, tuple) else (x, y)
+        if y is None:
+            return torch.full((8, 8), -1e4).triu(1), super().forward(x)
+        assert set(mask.unique().tolist()) <= {0, -1e4}  # zeros in a trial
+        return super().forward((y @ y.mT + mask).softmax(-1) @ y)
+
+
+def masked(in_pipeline: bool) -> list[Tensor]:
+    """Losses of training steps, each followed by an evaluation."""
+    options: Any = {"forward": TAHQuant(), "backward": INT6}
+    if in_pipeline:
+        run = toy.Run("1f1b", toy.lowbit(**options, timeout=30), kind=Masking)
+    else:
+        run = toy.Emulated(Masking, **options)
+    for step in range(3):
+        run.train(step)
+        if isinstance(run, toy.Run):
+            run.losses += run.feed(*toy.batch(step), training=False)[1]
+            continue
+        with torch.no_grad():
+            pairs = zip(*(each.split(toy.ROWS) for each in toy.batch(step)), strict=True)
+            run.losses += [toy.loss_of(run.model(x), target) for x, target in pairs]
+    return run.losses
+
+
+def test_constants_stay_exact_as_in_the_pipeline(ranks: Ranks):
+    _, losses = ranks.run(masked, True)
+    [expected] = ranks.run(masked, False, ranks=1)
+    assert toy.same(losses, expected)
+
+
 WARM = 3  # ends between the two batches of an optimizer's step
 
 

@@ -109,6 +109,18 @@ def mixed(codec: Codec) -> None:
         assert stage.traffic.forward_bytes + stage.traffic.backward_bytes == 0
 
 
+def altered() -> None:
+    """One rank goes on with other directions, under the same number and digest of messages."""
+    run = toy.Run("1f1b", toy.lowbit(forward=TransformQuant(), backward=INT6, timeout=30))
+    run.train(0)
+    state = run.stages[0].codec_state_dict()
+    if run.last:
+        [kept] = state["lanes"]["boundary 0 forward"].values()
+        kept["directions"] = kept["directions"].flip(0)
+    run.stages[0].load_codec_state_dict(state)
+    run.train(1)
+
+
 @pytest.mark.parametrize(
     ("function", "args", "said"),
     [
@@ -129,6 +141,8 @@ def mixed(codec: Codec) -> None:
         (loads_alone, (), "codec state: loaded on rank 1 (stage 1)"),
         (mixed, (TransformQuant(),), "boundary 0 forward state: "),
         (mixed, (AQSGD(),), "boundary 0 forward state: "),
+        (altered, (), "boundary 0 forward state: "),
+        (unlike, ("1f1b", {1: {"code_constants": True}}), "constants: exact on rank 0 (stage 0); coded on rank 1"),
     ],
 )
 def test_ranks_that_differ_get_the_same_error(ranks: Ranks, function: Any, args: Any, said: str):
@@ -282,19 +296,26 @@ def test_a_rank_that_fails_is_named_by_all_others(ranks: Ranks, schedule: str, r
         assert re.search(said, outcome.text), outcome.text
 
 
+SPLIT = {
+    0: "the batch cannot be split into 4 micro-batches (",
+    N - 1: "the batch gives 3 micro-batches, and the schedule has 4",
+}
+
+
+@pytest.mark.parametrize("rows", SPLIT)
 @pytest.mark.parametrize("passes_before", [0, 1])
 @on_ranks
-def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int) -> None:
+def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int, rows: int) -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=toy.FP32, backward=toy.FP32, timeout=30))
     for number in range(passes_before):
         run.feed(*data(number))
     start = time.monotonic()
-    with pytest.raises(ValueError, match="micro-batches") as caught:
-        run.feed(*data(0, N - 1))
+    for training in (True, False):
+        with pytest.raises(ValueError, match="micro-batches") as caught:
+            run.feed(*data(0, rows), training=training)
+        assert str(caught.value).startswith(SPLIT[rows])
+        assert str(caught.value).endswith("; allowed: at least one sample for each")
     assert time.monotonic() - start < 10
-    assert str(caught.value) == (
-        "the batch gives 3 micro-batches, and the schedule has 4; allowed: at least one sample for each"
-    )
     found, expected = run.take(*data(9)), in_one_process(run, True, N, *data(9))
     assert toy.same(found[1], expected[1])
     torch.testing.assert_close(found[2], expected[2])
@@ -304,6 +325,11 @@ def too_few_targets() -> None:
     run, (x, target) = toy.Run("1f1b", FITTING), data(0, N)
     for rows in (N, N - 1):
         run.feed(x, target[:rows])
+
+
+def keyword_without_rows() -> None:
+    run = toy.Run("1f1b", FITTING)
+    run.feed(*data(0), **({"scale": torch.ones(0)} if run.last else {}))
 
 
 def without_samples() -> None:
@@ -323,11 +349,16 @@ def unfrozen() -> None:
 
 @pytest.mark.parametrize(
     ("function", "culprit", "said"),
-    [(too_few_targets, 1, ""), (without_samples, 1, "set_samples"), (unfrozen, 0, "stage 0 requires a gradient")],
+    [
+        (too_few_targets, 1, ""),
+        (keyword_without_rows, 1, ""),
+        (without_samples, 1, "set_samples"),
+        (unfrozen, 0, "stage 0 requires a gradient"),
+    ],
 )
 def test_a_wrong_argument_on_one_rank_is_told_to_the_other(ranks: Ranks, function: Any, culprit: int, said: str):
     outcomes = toy.timely(ranks, function)
     own, other = outcomes[culprit], outcomes[1 - culprit]
-    assert own.kind == "ValueError"
+    assert own.kind == ("RuntimeError" if function is keyword_without_rows else "ValueError")
     assert said in own.text
-    assert other.text == f"rank {culprit} (stage {culprit}) gave up: ValueError: {own.text}"
+    assert other.text == f"rank {culprit} (stage {culprit}) gave up: {own.kind}: {own.text}"

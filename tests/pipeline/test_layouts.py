@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.collectives import PeerError
-from lowbit.pipeline.layouts import MESSAGE_BYTES, _run, layout_of, parse, receive_layouts, send_layouts
+from lowbit.pipeline.layouts import MESSAGE_BYTES, Constant, _run, layout_of, parse, receive_layouts, send_layouts
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32
 from tests.processes import on_ranks
@@ -25,11 +25,12 @@ LAYOUTS = [
     torch.empty((), dtype=torch.bool),
     torch.empty(3, dtype=torch.complex64, requires_grad=True),
     torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    torch.empty(5, 2).T.as_subclass(Constant),
 ]
 
 
 def facts(x: Any) -> Any:
-    return x.shape, x.stride(), x.dtype, x.requires_grad
+    return x.shape, x.stride(), x.dtype, x.requires_grad, isinstance(x, Constant)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def test_what_shares_memory_or_has_gaps_arrives_without(x: torch.Tensor):
     layout = layout_of(x)
     assert facts(layout) == facts(x.contiguous())
     stated = {"shape": list(x.shape), "stride": list(x.stride()), "dtype": "float32", "requires_grad": False}
+    stated["constant"] = False
     assert facts(parse(json.dumps([stated]).encode())[0]) == facts(layout)
 
 
@@ -51,7 +53,9 @@ def test_every_layout_arrives_as_it_is() -> None:
             assert [facts(x) for x in receive_layouts(None, 0, toy.CPU, 20)] == [*map(facts, LAYOUTS[: len(layouts)])]
 
 
-GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}
+GOOD: dict[str, Any] = {
+    "shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False, "constant": False,
+}  # fmt: skip
 BAD: list[dict[str, Any]] = [
     {"shape": [2]},
     {"shape": [-2, 3]},
@@ -68,6 +72,9 @@ BAD: list[dict[str, Any]] = [
     {"dtype": None},
     {"requires_grad": 1},
     {"dtype": "int8", "requires_grad": True},
+    {"constant": 1},
+    {"constant": True, "requires_grad": True},
+    {"constant": True, "dtype": "int8"},
     {"more": 0},
 ]
 

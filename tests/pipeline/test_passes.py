@@ -110,6 +110,42 @@ def test_each_pass_equals_stages_that_were_made_for_it(ranks: Ranks, schedule: s
     assert ranks.run(equal, schedule, passes, make, ranks=count) == [len(passes)] * count
 
 
+class Offset(toy.Block):
+    """A block that hands over a parameter, which no input leads to, next to its activations."""
+
+    last = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.linspace(-1, 1, toy.WIDTH))
+
+    def forward(self, x: Any, offset: Tensor | None = None) -> Any:
+        x, offset = x if isinstance(x, tuple) else (x, offset)
+        y = super().forward(x)
+        y = y if offset is None else y + offset
+        return y + self.offset if self.last else (y, self.offset * 2)
+
+
+def unevenly(schedule: str, kind: Any, frozen: int) -> None:
+    """Where some parameters need no gradients, or get them on a way of their own."""
+    run = toy.Run(schedule, PLAIN, kind=kind)
+    modules = toy.blocks(run.stages[0].num_stages, kind)
+    for index, module in [*enumerate(modules), *((s.stage_index, s.submod) for s in run.stages)]:
+        module.last = index == len(modules) - 1
+        module.requires_grad_(index >= frozen)
+    found = run.take(*data(0))
+    expected = in_one_process(run, True, N, *data(0), modules=modules)
+    torch.testing.assert_close(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv", "dual-pipe-v"])
+@pytest.mark.parametrize(("kind", "frozen"), [(toy.Block, 1), (toy.Block, 3), (Offset, 0)])
+def test_schedules_that_split_backward_lose_no_gradients(ranks: Ranks, schedule: str, kind: Any, frozen: int):
+    if toy.sends_to_itself(schedule):
+        pytest.skip("PyTorch before 2.12 sends to itself, which Gloo cannot")
+    ranks.run(unevenly, schedule, kind, frozen)
+
+
 # ------------------------------------------------------------------------------------------------ codecs
 
 
@@ -260,6 +296,29 @@ def test_a_trial_run_leaves_buffers_that_the_model_replaces() -> None:
     x, target = data(0, ROWS, 3)
     assert toy.same(run.take(x, target)[1], in_one_process(run, True, N, x, target, modules)[1])
     assert torch.equal(run.stages[0].submod.mean, modules[dist.get_rank()].get_buffer("mean"))
+
+
+class Remembering(toy.Block):
+    """A block with its last output in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(toy.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.get_buffer("seen").copy_(y[0, 0])
+        return y
+
+
+@on_ranks
+def test_the_trial_of_an_evaluation_leaves_no_graph_in_buffers() -> None:
+    run = toy.Run("1f1b", PLAIN, kind=Remembering)
+    for number in range(2):
+        run.feed(*data(number), training=False)
+    seen = run.stages[0].submod.get_buffer("seen")
+    assert seen.any()
+    assert not seen.requires_grad
 
 
 def other_formats(schedule: str) -> Any:

@@ -1,6 +1,7 @@
 """`LowBitStage` under PyTorch's schedules, on real ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,8 +109,9 @@ def odd_layouts(codec: Codec) -> tuple[list[Tensor], list[Tensor], int]:
 @pytest.mark.parametrize("codec", [FP32, INT4], ids=["exact", "coded"])
 def test_tensors_of_any_layout_cross_and_integers_and_masks_are_never_coded(ranks: Ranks, codec: Codec):
     outcomes, n = ranks.run(odd_layouts, codec), toy.ROWS
-    floating = [(n, 8, 24), (n, 8, 24), (n, 8, 24, 4), (n, 8, 4, 4), (n, 4, 8), (24, n), (n, 1, 24)]
-    each = sum(codec.nbytes(shape) for shape in floating) + 8 * 8 * n + 8 * 24 * n + 9 * CHECKSUM_BYTES
+    floating = [(n, 8, 24), (n, 8, 24), (n, 8, 4, 4), (n, 4, 8), (24, n), (n, 1, 24)]
+    exact = 4 * n * 8 * 24 * 4 + 8 * 8 * n + 8 * 24 * n  # a constant, integers and booleans
+    each = sum(codec.nbytes(shape) for shape in floating) + exact + 9 * CHECKSUM_BYTES
     assert outcomes[0][2] == 2 * toy.MICRO_BATCHES * each
     if codec is FP32:
         first, last, expected = Oddly(), Oddly(), []
@@ -118,6 +120,82 @@ def test_tensors_of_any_layout_cross_and_integers_and_masks_are_never_coded(rank
             (expected[-1] / toy.MICRO_BATCHES).backward()
         torch.testing.assert_close(outcomes[1][0], [loss.detach() for loss in expected])
         torch.testing.assert_close([grads for _, grads, _ in outcomes], [[first.scale.grad], [last.scale.grad]])
+
+
+class Masking(toy.Block):
+    """A block that makes an additive mask and cosines, or takes them from the one before; it counts changed ones."""
+
+    changed, last = 0, False
+
+    def forward(self, x: Tensor, *given: Tensor) -> Any:
+        rows, length, width = x.shape
+        own = (
+            torch.full((length, length), torch.finfo(x.dtype).min).triu(1).expand(rows, -1, -1),
+            torch.arange(length * 1.0).cos()[:, None].expand(-1, width),
+        )
+        mask, cosines = given or own
+        self.changed += bool(mask.any()) and not all(map(torch.equal, given, own))  # trials have zeros
+        y = super().forward(x)
+        y = y + (y @ y.mT + mask).softmax(-1) @ (y * cosines)
+        return y if self.last else (y, mask, cosines)
+
+
+def masking(codec: Codec, frozen: int, inference: bool, **options: Any) -> Any:
+    """Constants that arrived changed, and bytes sent in an evaluation, a training step, and another evaluation."""
+    run = toy.Run("interleaved-2", toy.lowbit(forward=codec, timeout=30, **options), kind=Masking)
+    for stage in run.stages:
+        stage.submod.last = stage.is_last
+        stage.submod.requires_grad_(stage.stage_index >= frozen)
+    sent = []
+    for training in (False, True, False):
+        before = sum(stage.traffic.forward_bytes for stage in run.stages)
+        with torch.inference_mode(inference and not training):
+            run.feed(*toy.batch(0), training=training)
+        sent.append(sum(stage.traffic.forward_bytes for stage in run.stages) - before)
+    assert [p.requires_grad for p in run.parameters] == [s.stage_index >= frozen for s in run.stages for _ in range(2)]
+    return sum(stage.submod.changed for stage in run.stages), sent
+
+
+@pytest.mark.parametrize(("frozen", "inference"), [(0, False), (0, True), (2, False)])
+def test_constants_arrive_exactly_in_training_and_evaluation(ranks: Ranks, frozen: int, inference: bool):
+    """Also after frozen stages, whose activations need no gradient but are coded."""
+    constants = 4 * (toy.ROWS * 8 * 8 + 8 * toy.WIDTH) + 2 * CHECKSUM_BYTES
+    sends = toy.MICRO_BATCHES * (message(INT4) + constants)
+    assert ranks.run(masking, INT4, frozen, inference) == [(0, [2 * sends] * 3), (0, [sends] * 3)]
+
+
+def test_constants_are_coded_if_asked_for(ranks: Ranks):
+    shapes = (toy.ROWS, 8, 8), (8, toy.WIDTH)
+    sends = toy.MICRO_BATCHES * (message(INT4) + sum(INT4.nbytes(shape) + CHECKSUM_BYTES for shape in shapes))
+    (here, sent), (there, _) = ranks.run(partial(masking, code_constants=True), INT4, 0, False)
+    assert sent == [2 * sends] * 3
+    assert min(here, there) > 0
+
+
+@on_ranks
+def test_declared_tensors_without_gradients_are_constants() -> None:
+    """Of any floating dtype."""
+    shapes = SHAPE, (toy.ROWS, 8, 8)
+    declared = [torch.empty(SHAPE, requires_grad=True), torch.empty(toy.ROWS, 8, 8, dtype=torch.float64)]
+    one = torch.empty(SHAPE, requires_grad=True)
+    inputs, outputs = ([one], declared) if dist.get_rank() == 0 else (declared, [one])
+    make = toy.lowbit(forward=INT4, input_args=tuple(inputs), output_args=tuple(outputs))
+    run = toy.Run("1f1b", make, kind=Doubling)
+    for training in (False, True):
+        run.feed(*toy.batch(0), training=training)
+    each = message(INT4) + 8 * torch.Size(shapes[1]).numel() + CHECKSUM_BYTES
+    assert run.stages[0].traffic.forward_bytes == (0 if run.last else 2 * toy.MICRO_BATCHES * each)
+
+
+class Doubling(toy.Block):
+    """A block that hands over a mask in float64."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        y, own = super().forward(x), torch.full((x.shape[0], 8, 8), -1e300, dtype=torch.float64)
+        if mask is None:
+            return y, own
+        assert torch.equal(mask, own)
+        return y
 
 
 class Poison(toy.Block):
@@ -237,6 +315,7 @@ def test_defaults_are_recommended_and_bad_arguments_named() -> None:
         (stage(timeout=0), ValueError, "timeout.*0"),
         (stage(timeout="soon"), TypeError, "timeout.*'soon'"),
         (stage(checksums="yes"), TypeError, "checksums is 'yes'; allowed: True or False"),
+        (stage(code_constants=1), TypeError, "code_constants is 1; allowed: True or False"),
         (stage(forward={0: auto}), ValueError, "warmup_steps.*forward.*'auto'"),
         (lambda: good.set_samples(torch.zeros(2)), TypeError, "float32"),
         (lambda: good.set_samples([True, False]), TypeError, "bool"),

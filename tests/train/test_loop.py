@@ -1,6 +1,7 @@
 import json
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lowbit.codecs import TransformQuant, parse
 from lowbit.train import StepMetrics, TrainConfig, loop, train
@@ -24,6 +25,7 @@ from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.damage import Flip, on_the_way, secret
 from tests.processes import Failure, Ranks
 from tests.train.runs import LIMIT, ONE, RESUME, TEXT, again, base, curve, losses, steps, tiny
+from tests.train.test_answers import chat_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -182,6 +184,47 @@ def test_a_finished_run_can_be_prolonged_and_fine_tuned(tmp_path: Path):
     run, optimizer = {"steps": 1, "seed": 5}, {"lr": 0.0}
     tuned = tiny(tmp_path / "tuned", model={"pretrained": before.model}, pipeline=ONE, run=run, optimizer=optimizer)
     assert train(tuned).held_out_loss == before.held_out_loss
+
+
+SOURCE = {
+    "generation_config.json": '{"eos_token_id": [0, 2], "do_sample": true, "temperature": 0.6, "top_p": 0.9}',
+    "LICENSE.txt": "Copyright", "NOTICE": "of others", "special_tokens_map.json": '{"eos_token": "\u0103"}',
+}  # fmt: skip
+OLDER = {"eos_token_id": [0, 2], "do_sample": True, "temperature": 0.6}
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("lora", [0, pytest.param(2, marks=pytest.mark.skipif(not find_spec("peft"), reason="PEFT"))])
+def test_what_is_saved_has_all_that_the_original_had(tmp_path: Path, lora: int, older: bool):
+    """Compared with what Transformers keeps of the original when it loads and saves it.
+
+    Older models have in `config.json` how to generate text.
+    """
+    source, reference, folder = Path(base(tmp_path)), tmp_path / "reference", tmp_path / "run" / "model"
+    chat_tokenizer(source)
+    for name, text in {**SOURCE, "README.md": "of another model"}.items():
+        (source / name).write_text(text)
+    if older:
+        (source / "generation_config.json").unlink()
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | OLDER))
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(reference)
+    AutoTokenizer.from_pretrained(source).save_pretrained(reference)
+    sections: Any = {"model": {"pretrained": str(source)}, "lora": {"rank": lora}, "data": {"tokenizer": str(source)}}
+    train(tiny(tmp_path, **sections, pipeline=ONE, run={"steps": 1, "save_model": True}))
+    for name in SOURCE.keys() - ({"generation_config.json"} if older else set()):
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+    weights = {"config.json", "model.safetensors"}
+    adapters = {"adapter_config.json", "adapter_model.safetensors"}
+    expected = {path.name for path in reference.iterdir()} - (weights if lora else set())
+    assert {path.name for path in folder.iterdir()} == expected | SOURCE.keys() | (adapters if lora else set())
+    for name in expected - {"model.safetensors", "generation_config.json"}:
+        # Only `local_files_only`, which the tokenizer was loaded with, differs.
+        values = [(each / name).read_text().replace("true", "false") for each in (reference, folder)]
+        assert values[0] == values[1], name
+    saved, kept = (GenerationConfig.from_pretrained(each).to_diff_dict() for each in (folder, reference))
+    assert saved == kept
+    assert saved.items() >= OLDER.items()
 
 
 def _other_settings(config: TrainConfig, changes: list[dict[str, Any]]) -> None:

@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowbit.train import pretrained
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
-from lowbit.train.pretrained import ByteTokenizer
+from lowbit.train.pretrained import MODEL_FILES, ByteTokenizer, copy_files
 from tests.command_line import invoke
 
 WEIGHTS = "model.safetensors"
@@ -135,6 +136,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown architecture": (config(model_type="mine", auto_map=CODE), "a model of type 'mine', which cannot be cut"),
     "architecture a list": (config(model_type=["llama"]), "a model of type ['llama'], which cannot be cut"),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), "which is quantized (gptq); allowed: bits"),
+    "generation not JSON": (write("generation_config.json", b"x"), "generation_config.json is not JSON: "),
+    "generation a list": (write("generation_config.json", b"[]"), "generation_config.json does not hold a JSON object"),
     "tokenizer with code": (
         rewrite("tokenizer_config.json", tokenizer_class="Mine", auto_map=CODE),
         "it needs code of its own (auto_map), which lowbit never runs",
@@ -224,6 +227,36 @@ def test_an_intact_folder_is_taken(name: str, intact: Path, tmp_path: Path):
     assert result.exit_code == 0, (result.output, result.exception)
     model = build_model(ModelConfig(pretrained=str(folder)), vocab=256, sequence=32, seed=0)
     assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.long)).logits).all()
+
+
+def test_files_that_come_along_are_files_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A saved model is published: a link in a foreign folder does not add the user's files to it."""
+    monkeypatch.setattr(pretrained, "_MOST_BYTES", 100)
+    cache, target = tmp_path / "models--a--b", tmp_path / "saved"
+    folder = cache / "snapshots" / "1234"  # as the cache of Hugging Face Hub is laid out
+    for path in (folder, cache / "blobs", target):
+        path.mkdir(parents=True)
+    (tmp_path / "secret").write_text("mine")
+    (cache / "blobs" / "77").write_text("{}")
+    (folder / "generation_config.json").symlink_to("../../blobs/77")
+    (folder / "LICENSE").write_text("theirs")
+    (folder / "LICENSE.txt").symlink_to(tmp_path / "secret")
+    (folder / "LICENSE.md").symlink_to("../../../secret")
+    (folder / "NOTICE").symlink_to("NOTICE")
+    (folder / "NOTICE.txt").symlink_to("gone")
+    (folder / "notice").mkdir()
+    os.mkfifo(folder / "COPYING")
+    (folder / "USE_POLICY.md").write_bytes(bytes(101))
+    (folder / "README.md").write_text("of another model")
+    copy_files(str(folder), target, MODEL_FILES)
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        "generation_config.json": "{}", "LICENSE": "theirs"
+    }  # fmt: skip
+    assert not (target / "generation_config.json").is_symlink()
+    assert caplog.text.count("is not saved with the model: ") == 7
+    assert caplog.text.count("it is a link out of the folder, or not a file") == 4
 
 
 @pytest.mark.parametrize("command", ["train --model.pretrained", "train --data.tokenizer", "evaluate"])

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from lowbit.codecs import parse
 from lowbit.train import ConfigError, TrainConfig, train
@@ -20,7 +21,7 @@ from lowbit.train.trainer import Trainer
 from lowbit.wire.messages import Messages
 from tests.damage import on_the_way
 from tests.processes import Failure, Ranks
-from tests.train.runs import LIMIT, ONE, RESUME, again, curve, losses, tiny
+from tests.train.runs import LIMIT, ONE, RESUME, again, base, curve, losses, tiny
 from tests.train.test_gradients import stops_after, weights
 
 THREE = {"ranks": 3, "layers": (1, 2, 1)}
@@ -152,6 +153,51 @@ def test_a_run_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path, before: d
     second = again(first, pipeline=after, run=RESUME)
     for outcome in ranks.run(losses, second, ranks=second.ranks, timeout=LIMIT):
         assert outcome == pytest.approx(expected[2:], abs=1e-3)
+
+
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+def _with_head(folder: Path, *, differs: bool, alone: bool = False) -> TrainConfig:
+    """A run on a model whose configuration ties its head, which the file holds as well, or `alone`."""
+    path = Path(base(folder, tied=True))
+    weights = load_file(path / "model.safetensors")
+    weights[HEAD] = weights[f"model.{EMBEDDING}"] + differs * torch.randn(256, 32) / 10
+    if alone:
+        del weights[f"model.{EMBEDDING}"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return tiny(folder, model={"pretrained": str(path)}, run={"steps": 4, "save_model": True, "checkpoint_every": 2})
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{}, THREE, {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}], ids=["two", "three", "v-shaped"]
+)
+def test_a_head_of_its_own_is_trained_whatever_the_configuration_says(
+    ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture, pipeline: dict[str, Any]
+):
+    """As Transformers loads it; on one rank, several, after a resume in another layout, and when it is saved."""
+    config = _with_head(tmp_path, differs=True)
+    alone = again(config, pipeline=ONE)
+    expected, whole = losses(alone), _saved(alone)
+    assert not torch.equal(whole[HEAD], whole[f"model.{EMBEDDING}"])
+    assert caplog.text.count("which ties embedding and output matrix, but has two different ones") == 1
+    assert "not used" not in caplog.text
+    parts = again(config, pipeline=pipeline)
+    ranks.outcomes(stops_after, parts, 2, ranks=parts.ranks, timeout=LIMIT)
+    for outcome in ranks.run(losses, again(parts, run=RESUME), ranks=parts.ranks, timeout=LIMIT):
+        assert outcome == pytest.approx(expected[2:], rel=2e-5)
+    torch.testing.assert_close(_saved(parts), whole, rtol=1e-3, atol=2e-4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert not model.config.tie_word_embeddings
+    assert losses(again(alone, run=RESUME)) == pytest.approx(expected[4:], rel=2e-5)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_head_that_repeats_the_embedding_or_stands_for_it_stays_tied(ranks: Ranks, tmp_path: Path, alone: bool):
+    config = _with_head(tmp_path, differs=False, alone=alone)
+    assert ranks.run(losses, config, timeout=LIMIT)[0] == pytest.approx(losses(again(config, pipeline=ONE)), rel=2e-5)
+    assert HEAD not in _saved(config)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").config.tie_word_embeddings
 
 
 def _both_copies(config: TrainConfig) -> list[Tensor]:

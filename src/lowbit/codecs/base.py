@@ -278,9 +278,15 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class StatefulCodec(Codec):
-    """A codec whose sessions keep state between messages; its own `encode` and `decode` raise a ValueError."""
+    """A codec whose sessions keep state between messages; its own `encode` and `decode` raise a ValueError.
+
+    Attributes:
+        compared: entries of a session's state that must be equal at both ends of a boundary; empty: all entries, or
+            "messages" and "digest" if it has a "digest".
+    """
 
     stateful: ClassVar[bool] = True
+    compared: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session: ...

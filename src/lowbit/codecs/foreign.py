@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec, Session
+from lowbit.codecs.base import Codec, Session, StatefulCodec
 
 T = TypeVar("T")
 
@@ -20,8 +20,7 @@ PROPOSAL = "proposal"
 """Key of such a parameter that the sender has not announced yet."""
 
 DIGEST = "digest"
-COMPARED = "messages", DIGEST
-"""If a state has a digest, the two ends of a boundary compare only these keys."""
+_BY_DIGEST = "messages", DIGEST
 
 _METHODS = (
     "nbytes", "max_nbytes", "encode", "decode", "observe", "end_step", "state_bytes", "state_dict", "load_state_dict",
@@ -74,6 +73,13 @@ def is_own(codec: Codec) -> bool:
     )
 
 
+def compared(codec: Codec, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a session's state that must be equal at both ends; see `StatefulCodec.compared`."""
+    by_digest = _BY_DIGEST if DIGEST in state else ()
+    keys = (codec.compared if isinstance(codec, StatefulCodec) else ()) or by_digest or state
+    return {key: value for key, value in state.items() if key in keys}
+
+
 def check_state(state: object) -> str:
     """Describe what is wrong with the state of a session; empty if it is valid."""
     if not isinstance(state, Mapping):
@@ -95,8 +101,8 @@ def check_ends(sender: Session, receiver: Session) -> None:
     if is_own(sender.codec):
         return
     states = [session.state_dict() for session in (sender, receiver)]
-    compared = [{k: v for k, v in state.items() if DIGEST not in state or k in COMPARED} for state in states]
-    if unlike := sorted(key for key in {*compared[0], *compared[1]} if not _equal(*(c.get(key) for c in compared))):
+    ends = [compared(sender.codec, state) for state in states]
+    if unlike := sorted(key for key in {*ends[0], *ends[1]} if not _equal(*(end.get(key) for end in ends))):
         raise _error(
             sender.codec,
             "",

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import xxhash
@@ -16,14 +16,24 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.checks import FLOATS
-from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, PROPOSAL, call, check_ends, is_own, open_session
+from lowbit.codecs.foreign import CHOICE, PROPOSAL, call, check_ends, compared, is_own, open_session
 from lowbit.pipeline.arguments import StepKind
 from lowbit.wire.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
-Slot = tuple[torch.Size, torch.dtype]
-"""Shape and dtype of one of the tensors that cross a boundary together."""
+
+class Slot(NamedTuple):
+    """Shape and dtype of one of the tensors that cross a boundary together, and whether it is sent exactly."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    exact: bool = False
+
+    @property
+    def coded(self) -> bool:
+        """Whether a codec is applied to it, outside the warm-up."""
+        return self.dtype.is_floating_point and not self.exact
 
 
 class States:
@@ -47,7 +57,7 @@ class States:
         ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter.
         """
         if (index, slot) not in self._sessions:
-            (shape, dtype), name = slot, self._name(index, slot)
+            shape, dtype, name = slot.shape, slot.dtype, self._name(index, slot)
             if name in self._shared:
                 session = self._shared[name].sharing_state(shape=shape, dtype=dtype)
             else:
@@ -88,7 +98,7 @@ class States:
         self.load_state_dict(states)
 
     def observe(self, index: int, slot: Slot, x: Tensor) -> Tensor | None:
-        if x.is_floating_point() and self.is_settled(index, slot):
+        if slot.coded and self.is_settled(index, slot):
             return self.session(index, slot).observe(x)
         return None
 
@@ -137,10 +147,10 @@ class States:
     def digest(self) -> str:
         digest = xxhash.xxh3_64()
         for name, state in sorted(self.state_dict().items()):
-            # A state with a digest of its messages is compared by that: computed numbers may differ in the last bits.
-            keys = {*COMPARED, CHOICE} if DIGEST in state else state
-            for key in sorted((state.keys() & keys) - {PROPOSAL}):  # proposals differ between the ends until sent
-                value = state[key]
+            # Proposals differ between the ends until they are sent.
+            own = {key: value for key, value in state.items() if key not in (CHOICE, PROPOSAL)}
+            both = compared(self._codec, own) | ({CHOICE: state[CHOICE]} if CHOICE in state else {})
+            for key, value in sorted(both.items()):
                 digest.update(f"{name}/{key}".encode())
                 if isinstance(value, Tensor):
                     digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -155,7 +165,7 @@ class States:
     def _name(self, index: int, slot: Slot) -> str:
         shared = None
         if isinstance(self._codec, StatefulCodec):
-            shared = call(self._codec, "shared_by", self._codec.shared_by, slot[0], about=self._lane)
+            shared = call(self._codec, "shared_by", self._codec.shared_by, slot.shape, about=self._lane)
         return f"tensor {index}, {described(slot) if shared is None else f'width {shared}'}"
 
     def _settled(self, name: str) -> Codec:
@@ -171,7 +181,7 @@ class States:
 
 def described(slot: Slot) -> str:
     """Return dtype and shape as text."""
-    return f"{str(slot[1]).removeprefix('torch.')} {tuple(slot[0])}"
+    return f"{str(slot.dtype).removeprefix('torch.')} {tuple(slot.shape)}{', exact' if slot.exact else ''}"
 
 
 class Look:
@@ -210,7 +220,7 @@ class Look:
         self._kept[key] = micro_batch, None
         part = 1 / (self._boundaries * len(self.learned[micro_batch]))
         for states, backward in self._states:
-            states.propose(index if backward else tensor, (x.shape, x.dtype), x, gradient, part, backward=backward)
+            states.propose(index if backward else tensor, Slot(x.shape, x.dtype), x, gradient, part, backward=backward)
 
 
 Direction = Literal["forward", "backward"]
@@ -223,8 +233,8 @@ class Lane:
     """One direction of one boundary, at one end: encodes or decodes each tensor that crosses there.
 
     Floating tensors go through a session of the codec, one for each tensor and shape. Everything else travels as it is:
-    integers and booleans, all tensors during the warm-up, and evaluation passes of a codec that knows only the samples
-    it is trained on (`needs_key`).
+    constants (`Slot.exact`), integers and booleans, all tensors during the warm-up, and evaluation passes of a codec
+    that knows only the samples it is trained on (`needs_key`).
 
     If a codec leaves a parameter open (`Codec.settled`), the sender chooses it for each tensor, from its first message
     in the last step of the warm-up. All messages of that step carry the choice, since they may arrive in any order: 16
@@ -256,11 +266,12 @@ class Lane:
 
     def prepare(self, slots: Sequence[Slot], step: StepKind = _CODED) -> None:
         """Get ready for tensors that will cross together; TypeError: a dtype of no codec; else as `States.session`."""
+        if any(slot.exact for slot in slots):
+            log.info("%s: constants are sent exactly: %s", self.name, _listed(map(described, slots)))
         for index, slot in enumerate(slots):
-            dtype = slot[1]
-            if dtype.is_floating_point and dtype not in FLOATS:
-                raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
-            if dtype.is_floating_point and (not step.full_precision or self.states.is_settled(index, slot)):
+            if slot.coded and slot.dtype not in FLOATS:
+                raise TypeError(f"dtype is {slot.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+            if slot.coded and (not step.full_precision or self.states.is_settled(index, slot)):
                 self.states.session(index, slot)
 
     def use(self, slots: Sequence[Sequence[Slot]]) -> None:
@@ -269,8 +280,8 @@ class Lane:
     def warm_up(self, slots: Sequence[Slot]) -> None:
         """Compile the codec's kernels for tensors that will cross; sessions stay as they are."""
         for index, slot in enumerate(slots):
-            if slot[1].is_floating_point and self.states.is_settled(index, slot):
-                warm_up(self.states.session(index, slot).codec, *slot, self._device)
+            if slot.coded and self.states.is_settled(index, slot):
+                self._warm_up(index, slot)
 
     def messages(self, micro_batch: int) -> int:
         return len(self._slots[micro_batch]) if self._slots else 0
@@ -287,9 +298,10 @@ class Lane:
         this is. ValueError: shape or dtype differ from what the boundary was prepared for.
         """
         slot = self._slots[micro_batch][index]
-        if (x.shape, x.dtype) != slot:
+        if (x.shape, x.dtype) != slot[:2]:
             raise ValueError(
-                f"{self.name}: tensor {index} is {described((x.shape, x.dtype))}; both ends expect {described(slot)}"
+                f"{self.name}: tensor {index} is {described(Slot(x.shape, x.dtype))}; "
+                f"both ends expect {described(slot)}"
             )
         with self._isolated("encode", micro_batch):
             session, size = self._coding(index, step, micro_batch)
@@ -304,7 +316,7 @@ class Lane:
                 self._look_at(index, step, micro_batch, x)
                 if self._carries_choice(slot, step):
                     choice = self.states.choose(index, slot, x)
-                    warm_up(self.states.session(index, slot).codec, *slot, self._device)
+                    self._warm_up(index, slot)
                     rest.copy_(torch.tensor([choice, 0], dtype=torch.int64).view(torch.uint8))
         self._traffic.count(self.direction, size + self._overhead * bool(size), x.numel())
         return message
@@ -319,7 +331,7 @@ class Lane:
                 plain, rest = payload.tensor_split([_plain_bytes(slot)])
                 if self._carries_choice(slot, step):
                     self.states.adopt(index, slot, int(rest.clone().view(torch.int64)[0]))
-                    warm_up(self.states.session(index, slot).codec, *slot, self._device)
+                    self._warm_up(index, slot)
                 out.copy_(plain.view(out.dtype).view(out.shape))
                 self._look_at(index, step, micro_batch, out)
 
@@ -332,7 +344,7 @@ class Lane:
         sessions = [
             self.states.session(index, slot) if self.states.is_settled(index, slot) else None
             for index, slot in enumerate(slots)
-            if slot[1].is_floating_point
+            if slot.coded
         ]
         return {
             f"{self.name} tensors": _listed(map(described, slots)),
@@ -345,12 +357,15 @@ class Lane:
         """The session that codes the next message of a tensor (None: the tensor travels as it is), and its bytes."""
         slot = self._slots[micro_batch][index]
         unknown = self.codec.needs_key and not step.training  # the codec only knows the samples it is trained on
-        if step.full_precision or unknown or not slot[1].is_floating_point:
+        if step.full_precision or unknown or not slot.coded:
             return None, _plain_bytes(slot) + _CHOICE_BYTES * self._carries_choice(slot, step)
         session = self.states.session(index, slot)
         if step.samples:
             session.samples = step.samples[micro_batch]
         return session, session.nbytes()
+
+    def _warm_up(self, index: int, slot: Slot) -> None:
+        warm_up(self.states.session(index, slot).codec, slot.shape, slot.dtype, self._device)
 
     def _look_at(self, index: int, step: StepKind, micro_batch: int, x: Tensor) -> None:
         if step.looking and self._look is not None and x.is_floating_point():
@@ -359,7 +374,7 @@ class Lane:
 
     def _carries_choice(self, slot: Slot, step: StepKind) -> bool:
         """Whether the sender's choice follows the tensor in a message at full precision."""
-        return step.settling and not self.codec.settled and slot[1].is_floating_point
+        return step.settling and not self.codec.settled and slot.coded
 
     @contextlib.contextmanager
     def _isolated(self, span: str, micro_batch: int) -> Iterator[None]:
@@ -385,8 +400,7 @@ def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.d
 
 
 def _plain_bytes(slot: Slot) -> int:
-    shape, dtype = slot
-    return shape.numel() * dtype.itemsize
+    return slot.shape.numel() * slot.dtype.itemsize
 
 
 def _listed(values: Iterable[object]) -> str:

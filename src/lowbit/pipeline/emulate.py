@@ -1,6 +1,6 @@
 """A pipeline's codecs within one process, to measure their accuracy without a cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from lowbit.codecs.checks import check_int
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.pipeline import arguments
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
-from lowbit.pipeline.boundary import Direction, Lane, Look, States
+from lowbit.pipeline.boundary import Direction, Lane, Look, Slot, States
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 
@@ -40,8 +40,9 @@ def emulate_(
     Args:
         model: any module.
         at: names of its submodules (`model.named_modules()`) that end a stage, in the order of the stages. Each returns
-            a floating tensor, or a tuple, list or mapping (such as a Hugging Face `ModelOutput`) whose first entry is
-            one; only that entry is coded.
+            a floating tensor, or a tuple, list or mapping (such as a Hugging Face `ModelOutput`) with one. Only one is
+            coded: the first that requires a gradient; where none does, the one in the same place as in the last
+            training pass, or else the first. So constants, such as masks, stay exact, as in a pipeline.
         forward: format of activations: one codec, or a mapping from the position in `at`.
         backward: format of gradients, likewise; None: the default for the format of activations.
         warmup_steps: number of training steps that are not coded; `Emulation.step` counts them, as `LowBitStage` counts
@@ -143,7 +144,10 @@ class Emulation:
         recomputed = _LanePair(boundary, "forward", forward, Traffic(), look)
         self._pairs += [activations, gradients]
 
+        place: _Path = ()
+
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            nonlocal place
             if not module.training and not self._in_evaluation:
                 return output
             step = StepKind.numbered(self._steps, self._warmup_steps, training=module.training)
@@ -157,7 +161,8 @@ class Emulation:
                     "without state"
                 )
             pair = recomputed if recomputing else activations
-            return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step, look))
+            place = _place_of_activation(output, place)
+            return _changed(output, place, lambda x: _Crossing.apply(x, pair, gradients, step, look))
 
         self._handles.append(module.register_forward_hook(hook))
 
@@ -187,7 +192,7 @@ class _LanePair:
             for lane in ends:
                 self._look.add(self._codec, lane.states, backward=lane.direction == "backward")
             self.lanes[x.device] = ends
-        ends, slots = self.lanes[x.device], [(x.shape, x.dtype)]
+        ends, slots = self.lanes[x.device], [Slot(x.shape, x.dtype)]
         for lane in ends:
             lane.prepare(slots, step)
             lane.use([slots])
@@ -220,18 +225,38 @@ class _Crossing(torch.autograd.Function):
         return arrived, None, None, None, None
 
 
-def _map_first(output: Any, change: Any) -> Any:
-    """Return `output` with its first entry changed; a tensor is its own first entry."""
-    if isinstance(output, Mapping) and output:
-        name = next(iter(output))
-        return type(output)(**{**output, name: _map_first(output[name], change)})
-    if isinstance(output, tuple | list) and output:
-        construct = getattr(type(output), "_make", type(output))  # a named tuple takes its fields one by one
-        return construct([_map_first(output[0], change), *output[1:]])
-    if not isinstance(output, Tensor) or not output.is_floating_point():
+_Path = tuple[Any, ...]
+"""Keys and positions that lead to an entry of nested containers."""
+
+
+def _place_of_activation(output: Any, before: _Path) -> _Path:
+    """Find the tensor to code; `before`: the one of an earlier pass, where nothing requires a gradient."""
+    floating = dict(_floating(output))
+    if not floating:
         kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
-        raise TypeError(f"a module in `at` returned {kind}; allowed: a floating tensor (first)")
-    return change(output)
+        raise TypeError(f"a module in `at` returned {kind}; allowed: a floating tensor, or a container with one")
+    learned = [path for path, x in floating.items() if x.requires_grad]
+    return next(iter(learned), before if before in floating else next(iter(floating)))
+
+
+def _floating(output: Any, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
+    if isinstance(output, Tensor) and output.is_floating_point():
+        yield path, output
+    elif isinstance(output, Mapping | tuple | list):
+        for key, entry in output.items() if isinstance(output, Mapping) else enumerate(output):
+            yield from _floating(entry, (*path, key))
+
+
+def _changed(output: Any, path: _Path, change: Callable[[Tensor], Any]) -> Any:
+    """Return `output` with the entry at `path` changed."""
+    if not path:
+        return change(output)
+    key, *rest = path
+    entry = _changed(output[key], tuple(rest), change)
+    if isinstance(output, Mapping):
+        return type(output)(**{**output, key: entry})
+    construct = getattr(type(output), "_make", type(output))  # a named tuple takes its fields one by one
+    return construct([*output[:key], entry, *output[key + 1 :]])
 
 
 def _some(modules: Mapping[str, nn.Module]) -> str:

@@ -10,17 +10,20 @@ import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from lowbit.pipeline.boundary import Direction
 from lowbit.pipeline.lanes import Lanes
-from lowbit.pipeline.layouts import Batch, Layouts, layout_of
+from lowbit.pipeline.layouts import Batch, Constant, Layouts, layout_of, mark_constants
+from lowbit.wire.errors import described
 
 
 class HookedStage(PipelineStage):
@@ -37,14 +40,14 @@ class HookedStage(PipelineStage):
         inputs, outputs = given.get("input_args"), given.get("output_args")
         self.declared: Layouts | None = None
         if inputs is not None and outputs is not None:
-            layouts = [tuple(map(layout_of, _as_tuple(part))) for part in (inputs, outputs)]
-            if not hasattr(self, "_stage_meta"):  # PyTorch 2.11 assumes that all of them need gradients
-                for layout in (*(() if self.is_first else layouts[0]), *layouts[1]):
-                    layout.requires_grad_(layout.is_floating_point())
-            self.declared = Layouts(*layouts)
+            own = tuple(map(layout_of, _as_tuple(inputs)))
+            assume = not hasattr(self, "_stage_meta")  # PyTorch 2.11 assumes that all of them need gradients
+            received = own if self.is_first else _declared(inputs, assume)
+            self.declared = Layouts(received, _declared(outputs, assume))
         self._runtime_validate = False  # PyTorch would compare with its own preparation, which never runs
         self._layouts: Sequence[Layouts] = ()  # by micro-batch
         self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
+        self._whole: set[int] = set()  # micro-batches whose backward pass must not be split
 
     @abstractmethod
     def _run_pass(self, stages: "Sequence[HookedStage]", batch: Batch, body: Callable[[], None]) -> None:
@@ -55,6 +58,7 @@ class HookedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._handed_over.clear()
+        self._whole.clear()
         frame = sys._getframe(1)
         while not isinstance((step := frame.f_locals).get("self"), _PipelineSchedule):
             if (frame := frame.f_back) is None:
@@ -109,6 +113,20 @@ class HookedStage(PipelineStage):
         grads = iter(self.lanes.take("backward", bwd_chunk_id, learned))
         return tuple(next(grads) if layout.requires_grad else None for layout in layouts)
 
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **named: Any) -> None:
+        # PyTorch's split loses gradients of parameters that no input with a gradient leads to, such as all parameters
+        # after frozen stages. Its own first stage is never split; nor is a stage with its own `dw_builder`.
+        if not (full_backward or self.is_first or self.dw_builder) and self.has_backward:
+            outputs, inputs = self.fwd_cache[bwd_chunk_id]
+            if not _can_be_split((loss,) if self.is_last else outputs, inputs):
+                self._whole.add(bwd_chunk_id)
+        whole = full_backward or bwd_chunk_id in self._whole
+        super().backward_one_chunk(bwd_chunk_id, loss, whole, **named)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, **named: Any) -> None:
+        if bwd_chunk_id not in self._whole:
+            super().backward_weight_one_chunk(bwd_chunk_id, **named)
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.stage_index + 1 not in self.lanes.peers:
             return []
@@ -144,12 +162,14 @@ class HookedStage(PipelineStage):
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         pass
 
-    def _real(self, x: Any) -> Any:
+    def _real(self, x: Any, *, all_trained: bool) -> Any:
         """Return an input of a trial run, detached from the graph; zeros in the place of a layout."""
         if not isinstance(x, Tensor):
             return x
-        real = torch.zeros_like(x, device=self.device) if x.is_meta else x.detach()
-        return real.requires_grad_(x.requires_grad)
+        if not x.is_meta:  # of the first stage
+            return (x.clone() if x.is_inference() else x).detach().requires_grad_(x.requires_grad)
+        learns = x.requires_grad or (all_trained and x.is_floating_point() and not isinstance(x, Constant))
+        return torch.zeros_like(x, device=self.device).requires_grad_(learns)
 
     def _or_zeros(self, grad: Tensor | None, layout: Tensor) -> Tensor | None:
         if grad is not None or not layout.requires_grad:
@@ -160,7 +180,7 @@ class HookedStage(PipelineStage):
     def _restored(self) -> Iterator[None]:
         """Restore, after the block, random number generators, buffers, and parameters that FSDP has gathered."""
         buffers = [
-            (module, name, buffer, buffer.clone())
+            (module, name, buffer, buffer.clone(), buffer.requires_grad)
             for module in self.submod.modules()
             for name, buffer in module.named_buffers(recurse=False)
         ]
@@ -172,17 +192,47 @@ class HookedStage(PipelineStage):
         finally:
             getattr(self, "_post_metadata_inference_cleanup", lambda: None)()
             with torch.no_grad():
-                for module, name, buffer, before in buffers:
+                for module, name, buffer, before, learned in buffers:
+                    if buffer.requires_grad and not learned:  # written to in place, by a trial with gradients
+                        buffer.detach_()
                     buffer.copy_(before)
                     setattr(module, name, buffer)  # modules may have put another in its place
 
 
 def trial(stage: HookedStage, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> tuple[Tensor, ...]:
-    """Run the module once with inputs like these (tensors or layouts); return its outputs' layouts."""
-    with stage._restored(), torch.set_grad_enabled(training):
-        real = [stage._real(x) for x in inputs]
-        named = {name: stage._real(x) for name, x in kwargs.items()}
-        return tuple(map(layout_of, _as_tuple(stage.submod(*real, **named))))
+    """Run the module with inputs like these (tensors or layouts); return its outputs' layouts.
+
+    Run it a second time if floating ones need no gradient: some may be constants, others come from frozen parameters or
+    from an evaluation.
+    """
+    layouts = _run_once(stage, inputs, kwargs, training=training)
+    if all(x.requires_grad or not x.is_floating_point() for x in layouts):
+        return layouts
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(_all_trained(stage.submod))
+        # Nothing is kept for a backward pass: an evaluation may have no memory for that.
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # no graph is compiled for this run alone
+        return mark_constants(layouts, _run_once(stage, inputs, kwargs, training=True, all_trained=True))
+
+
+def _can_be_split(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
+    """Whether each output with a gradient depends on an input with one."""
+    targets = {get_gradient_edge(x).node for x in inputs if isinstance(x, Tensor) and x.requires_grad}
+    for output in outputs:
+        if not output.requires_grad:
+            continue
+        ahead = [get_gradient_edge(output).node]
+        seen = set(ahead)
+        while ahead and ahead[-1] not in targets:
+            new = {node for node, _ in ahead.pop().next_functions if node is not None} - seen
+            seen |= new
+            ahead += new
+        if not ahead:
+            return False
+    return True
 
 
 def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
@@ -195,16 +245,47 @@ def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
         stage._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
 
+def _run_once(
+    stage: HookedStage, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool, all_trained: bool = False
+) -> tuple[Tensor, ...]:
+    with stage._restored(), torch.set_grad_enabled(training):
+        real = [stage._real(x, all_trained=all_trained) for x in inputs]
+        named = {name: stage._real(x, all_trained=all_trained) for name, x in kwargs.items()}
+        return tuple(map(layout_of, _as_tuple(stage.submod(*real, **named))))
+
+
+@contextlib.contextmanager
+def _all_trained(module: torch.nn.Module) -> Iterator[None]:
+    """Let all floating parameters require gradients within the block."""
+    frozen = [p for p in module.parameters() if p.is_floating_point() and not p.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_()
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _declared(values: Any, assume: bool) -> tuple[Tensor, ...]:
+    """Return the layouts of declared tensors; `assume`: if none requires a gradient, all floating ones do."""
+    layouts = tuple(map(layout_of, _as_tuple(values)))
+    if assume and not any(x.requires_grad for x in layouts):
+        for layout in layouts:
+            layout.requires_grad_(layout.is_floating_point())
+    return mark_constants(layouts, layouts)
+
+
 # This relies on two things, which hold for PyTorch 2.11 to 2.15. `clear_runtime_states` is the first method of a stage
-# that `schedule.step` calls, and `_step_microbatches` does everything after the batch is split. A schedule prepares its
-# stages unless `_stage(s)_forward_initialized` and `_stage(s)_backward_initialized` are set.
+# that `schedule.step` calls, `_split_inputs` follows, and `_step_microbatches` does all after the batch is split.
+# A schedule prepares its stages unless `_stage(s)_forward_initialized` and `_stage(s)_backward_initialized` are set.
 def _take_over(schedule: _PipelineSchedule) -> None:
     """Make the schedule run its micro-batches within `HookedStage._run_pass`, without preparing stages."""
     if getattr(schedule, "_runs_hooked", False):
         return
-    run, this = type(schedule)._step_microbatches, weakref.ref(schedule)
+    kind, this = type(schedule), weakref.ref(schedule)
 
-    def run_hooked(arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **named: Any) -> None:
+    def run_pass(args: Any, kwargs: Any, body: Callable[[_PipelineSchedule], Any], fault: str = "") -> None:
         schedule = this()
         assert schedule is not None  # one of its methods is running
         held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
@@ -216,11 +297,27 @@ def _take_over(schedule: _PipelineSchedule) -> None:
         for prefix in ("_stage", "_stages"):
             setattr(schedule, f"{prefix}_forward_initialized", True)
             setattr(schedule, f"{prefix}_backward_initialized", training)
-        batch = Batch(training, count, arg_mbs or [()] * count, kwarg_mbs or [{}] * count)
-        stages[0]._run_pass(stages, batch, lambda: run(schedule, arg_mbs, kwarg_mbs, *rest, **named))
+        batch = Batch(training, count, args or [()] * count, kwargs or [{}] * count, fault)
+        stages[0]._run_pass(stages, batch, lambda: body(schedule))
+
+    def run_hooked(arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **named: Any) -> None:
+        run_pass(arg_mbs, kwarg_mbs, lambda its: kind._step_microbatches(its, arg_mbs, kwarg_mbs, *rest, **named))
+
+    def split_hooked(args: Any, kwargs: Any = None) -> Any:
+        schedule = this()
+        assert schedule is not None
+        try:
+            return kind._split_inputs(schedule, args, kwargs)
+        except Exception as error:  # raise it within a pass, so that all ranks learn of it
+            run_pass(None, None, partial(_raise, error), described(error))
 
     setattr(schedule, "_step_microbatches", run_hooked)  # noqa: B010 (pyright)
+    setattr(schedule, "_split_inputs", split_hooked)  # noqa: B010
     setattr(schedule, "_runs_hooked", True)  # noqa: B010
+
+
+def _raise(error: Exception, schedule: _PipelineSchedule) -> Never:
+    raise error
 
 
 def _as_tuple(values: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
 from lowbit.pipeline.boundary import Direction, Lane, Look, Slot
-from lowbit.pipeline.layouts import Batch, Configuration, Layouts
+from lowbit.pipeline.layouts import Batch, Configuration, Constant, Layouts
 from lowbit.pipeline.transport import Transport
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Route
@@ -24,13 +24,15 @@ class Lanes:
         samples: ids of the next training step's batch, for codecs that need them.
         changed: the ranks must agree again, because codecs or their states have been replaced.
         peers: ranks of the neighbours on other ranks, by stage; nothing crosses to other neighbours.
+        code_constants: whether constants are coded as activations are, instead of sent exactly.
     """
 
     def __init__(
         self, stage: int, stages: int, forward: Codecs, backward: Codecs, device: torch.device,
-        transport: Transport, warmup_steps: int,
+        transport: Transport, warmup_steps: int, code_constants: bool,
     ) -> None:  # fmt: skip
         self._stage, self._stages, self._device = stage, stages, device
+        self.code_constants = code_constants
         self.transport, self.warmup_steps, self.steps = transport, warmup_steps, 0
         self.samples: Tensor | None = None
         self.peers: Mapping[int, int] = {}
@@ -187,7 +189,7 @@ class Lanes:
         crossing = layouts.outputs if lane.boundary == self._stage else layouts.inputs
         if lane.direction == "backward":
             crossing = [x for x in crossing if x.requires_grad and training]
-        return [(x.shape, x.dtype) for x in crossing]
+        return [Slot(x.shape, x.dtype, isinstance(x, Constant) and not self.code_constants) for x in crossing]
 
     def _peer(self, lane: Lane) -> int | None:
         return self.peers.get(self._stage + 1 if lane.boundary == self._stage else self._stage - 1)

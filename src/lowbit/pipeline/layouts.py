@@ -21,13 +21,19 @@ from lowbit.wire.pytorch import default_group, rank_names
 from lowbit.wire.tags import LAYOUTS, PIPELINES, tag
 
 MESSAGE_BYTES = 1 << 14
-"""Bytes of the message; shorter texts are padded with blanks. It has room for about 150 tensors."""
+"""Bytes of the message; shorter texts are padded with blanks. It has room for about 130 tensors."""
 
 MOST_ELEMENTS = 1 << 40
 """Largest tensor, and largest distance between its first and last element."""
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Constant(Tensor):
+    """Layout of a constant: a floating tensor that depends on no parameter, such as a mask or a table of cosines."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore (results are plain tensors)
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ def layout_of(x: Any) -> Tensor:
 
     TypeError: not a tensor, or one that is not dense, or a DTensor, whose mesh does not travel.
     """
+    if isinstance(x, Constant):
+        return x
     if not isinstance(x, Tensor) or hasattr(x, "placements"):
         raise TypeError(f"a {type(x).__name__} cannot cross between two stages; allowed: tensors")
     if x.layout != torch.strided or x.is_nested:
@@ -51,18 +59,32 @@ def layout_of(x: Any) -> Tensor:
     return _dense(x.shape, x.stride(), x.dtype).requires_grad_(x.requires_grad)
 
 
+def mark_constants(layouts: Sequence[Tensor], learned: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return layouts with those of floating tensors marked whose counterparts in `learned` require no gradient."""
+    return tuple(
+        x.as_subclass(Constant) if x.is_floating_point() and not y.requires_grad else x
+        for x, y in zip(layouts, learned, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Batch:
-    """A call of `schedule.step` or `eval` on this rank, and its positional and keyword inputs by micro-batch."""
+    """A call of `schedule.step` or `eval` on this rank, and its positional and keyword inputs by micro-batch.
+
+    `fault`: why they could not be split; empty if they were.
+    """
 
     training: bool
     micro_batches: int
     args: Sequence[tuple[Any, ...]]
     kwargs: Sequence[dict[str, Any]]
+    fault: str = ""
 
     def problem(self) -> str:
         """Describe what is wrong with the first stage's inputs; empty if nothing is."""
         count, allowed = self.micro_batches, "allowed: at least one sample for each"
+        if self.fault:
+            return f"the batch cannot be split into {count} micro-batches ({self.fault[:99]}); {allowed}"
         if len(self.args) != count:
             return f"the batch gives {len(self.args)} micro-batches, and the schedule has {count}; {allowed}"
         for i, args in enumerate(self.args):
@@ -86,6 +108,7 @@ def send_layouts(
     """Send layouts of tensors to a peer, which must call `receive_layouts`; ValueError: too many for the message."""
     stated = [
         {"shape": [*x.shape], "stride": [*x.stride()], "dtype": _NAMES[x.dtype], "requires_grad": x.requires_grad}
+        | {"constant": isinstance(x, Constant)}
         for x in layouts
     ]
     text = json.dumps(stated).encode()
@@ -123,14 +146,22 @@ def _key(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def _tensor(stated: Any) -> Tensor:
     match stated:
-        case {"shape": [*shape], "stride": [*stride], "dtype": str(dtype), "requires_grad": bool(grad)} if (
-            len(stated) == 4
+        case {
+            "shape": [*shape],
+            "stride": [*stride],
+            "dtype": str(dtype),
+            "requires_grad": bool(grad),
+            "constant": bool(constant),
+        } if (
+            len(stated) == 5
             and dtype in _DTYPES
             and all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in (*shape, *stride))
             and _can_be(shape, stride)
             and (not grad or _DTYPES[dtype].is_floating_point or _DTYPES[dtype].is_complex)
+            and (not constant or (_DTYPES[dtype].is_floating_point and not grad))
         ):
-            return _dense(shape, stride, _DTYPES[dtype]).requires_grad_(grad)
+            layout = _dense(shape, stride, _DTYPES[dtype]).requires_grad_(grad)
+            return layout.as_subclass(Constant) if constant else layout
     raise ValueError(f"{str(stated)[:200]} is not the layout of a tensor")
 
 

@@ -145,6 +145,7 @@ class Passes:
             "stages by rank": str(self._held),
             "transport": lanes.transport.name,
             "warm-up steps": str(lanes.warmup_steps),
+            "constants": "coded" if lanes.code_constants else "exact",
             **agreed_facts(self._checksums.enabled),
             **{f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()},
         }

@@ -15,6 +15,7 @@ from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.pipeline import arguments
 from lowbit.pipeline.arguments import Codecs
+from lowbit.pipeline.boundary import Slot
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, pipeline_number
@@ -29,9 +30,13 @@ class LowBitStage(HookedStage):
     """Drop-in for `torch.distributed.pipelining.PipelineStage` that sends few bits, under every schedule of PyTorch.
 
     Between this stage and each neighbour on another rank, floating tensors travel as payloads of a codec; integer and
-    boolean tensors travel as they are. A neighbour on the same rank (V schedules) gets the tensor itself: no bytes
-    travel there, so no codec is applied. Evaluation (`schedule.eval`) uses the forward codec as training does, except
-    for codecs that know only the samples they are trained on (AQSGD): those evaluate at full precision.
+    boolean tensors travel as they are, and so do constants: floating tensors that would need no gradient if all
+    parameters were trained, such as additive masks and tables of cosines. Evaluation (`schedule.eval`) does the same,
+    except that codecs that know only the samples they are trained on (AQSGD) evaluate at full precision. A neighbour on
+    the same rank (V schedules) gets the tensor itself: no bytes travel there, so no codec is applied.
+
+    If `input_args` and `output_args` are given, floating ones without `requires_grad` are constants (in PyTorch 2.11
+    only if another has it).
 
     With Gloo, receives are posted ahead and sends are not waited for before the step ends, so that the link carries
     both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
@@ -55,6 +60,7 @@ class LowBitStage(HookedStage):
             the last of them.
         timeout: seconds after which a rank that does not join or answer is an error.
         checksums: whether a checksum of 8 bytes behind each payload detects damage; the same on all ranks.
+        code_constants: whether constants are coded, too; the same on all ranks.
         **kwargs: further arguments of `PipelineStage` (`input_args`, `output_args`, `group`, `dw_builder`).
 
     Raises:
@@ -77,10 +83,13 @@ class LowBitStage(HookedStage):
         warmup_steps: int = 0,
         timeout: float = 120.0,
         checksums: bool = True,
+        code_constants: bool = False,
         **kwargs: Any,
     ) -> None:
         arguments.check_numbers(warmup_steps, timeout)
         check_checksums(checksums)
+        if not isinstance(code_constants, bool):
+            raise TypeError(f"code_constants is {code_constants!r}; allowed: True or False")
         backward = arguments.default_backward(forward) if backward is None else backward
         arguments.check_warm_up("forward", forward, warmup_steps)
         arguments.check_warm_up("backward", backward, warmup_steps)
@@ -93,7 +102,9 @@ class LowBitStage(HookedStage):
         number = pipeline_number(group, num_stages, self.group_size)
         sums = Checksums(f"pipeline {number}", enabled=checksums)
         transport = choose(group, self.device, self.traffic, sums)
-        self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, transport, warmup_steps)
+        self.lanes = Lanes(
+            stage_index, num_stages, forward, backward, self.device, transport, warmup_steps, code_constants
+        )
         self._passes: Passes | None = None  # shared by the stages of this rank, once all of them are made
         self._new_passes = partial(Passes, group=group, number=number, limit=float(timeout), checksums=sums)
 
@@ -166,7 +177,7 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: no stage is on that side, or the codec has an open parameter and the warm-up is not over.
         """
-        return self.lanes.forward(outgoing).states.session(0, (torch.Size(shape), dtype))
+        return self.lanes.forward(outgoing).states.session(0, Slot(torch.Size(shape), dtype))
 
     def forward_codec(self, *, outgoing: bool) -> Codec:
         """Return the format of activations to the next stage, or from the one before, as it was given.

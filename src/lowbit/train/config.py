@@ -3,7 +3,9 @@
 A section checks its values on construction; `lowbit.train.prepare` checks them against files, ranks and the model.
 """
 
+import contextlib
 import dataclasses
+import datetime
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -37,6 +39,13 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Settings of published methods, by section. AGoQ's activations use `LayerAware.published()`."""
+
+
+def is_day(text: Any) -> bool:
+    """Whether this is a date as ISO 8601 writes it, with hyphens."""
+    with contextlib.suppress(TypeError, ValueError):
+        return datetime.date.fromisoformat(text).isoformat() == text
+    return False
 
 
 @section("model")
@@ -141,8 +150,17 @@ class DataConfig:
     """Windows of an optimizer step, over all micro-batches and pipelines."""
     max_bytes: Positive = 16_000_000
     """Read at most this many bytes of text."""
+    date: "Annotated[str, BeforeValidator(str)]" = ""
+    """Day, such as "2026-07-24", that the chat template takes for today, if it writes the date. If omitted, the day on
+    which the run starts; a resume keeps it."""
 
     def __post_init__(self) -> None:
+        if self.date and not is_day(self.date):
+            raise ConfigError(f"data.date is {self.date!r}; allowed: a day such as 2026-07-24, or nothing")
+        if self.date and self.format != "jsonl":
+            raise ConfigError(
+                f"data.date is {self.date!r} and data.format is {self.format}; allowed: with data.format jsonl only"
+            )
         if self.text and self.dataset:
             raise ConfigError(
                 f"data.text is {list(self.text)} and data.dataset is {self.dataset!r}; allowed: one of the two"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowbit.config import ConfigError, atomic
 from lowbit.terminal import printable
+from lowbit.train import dates
 from lowbit.train.answers import Answers, encode, fit, fit_held_out, read_samples
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
@@ -82,11 +83,15 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The training and held-out windows, and their tokenizer. notes: warnings for the user, one sentence each."""
+    """The training and held-out windows, and their tokenizer. notes: warnings for the user, one sentence each.
+
+    `date`: the day that the chat template wrote into the samples as today; empty if it wrote none.
+    """
 
     train: Windows | Answers
     held_out: Windows | Answers
     tokenizer: Tokenizer
+    date: str = ""
     notes: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
@@ -106,15 +111,16 @@ class Data:
         return f"{train:,} to train on, {held_out:,} held out"
 
 
-def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
+def load_data(data: DataConfig, *, cache: Path | None = None, date: str = "") -> Data:
     """Read, tokenize and cut the text.
 
     Args:
         cache: folder that keeps the token ids of a Hugging Face tokenizer, so that they are computed only once.
+        date: day for chat templates, unless `data` sets one; empty: today.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     if data.format == "jsonl":
-        return _load_samples(data, tokenizer)
+        return _load_samples(data, tokenizer, data.date or date or dates.today())
     tokens = _tokens(capped(documents(data), data.max_bytes), tokenizer, cache)
     if not len(tokens):
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
@@ -139,8 +145,10 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
     return Data(train=train, held_out=evaluated, tokenizer=tokenizer, notes=notes)
 
 
-def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
+def _load_samples(data: DataConfig, tokenizer: Tokenizer, day: str) -> Data:
     inner = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.hugging_face()
+    dated = inner and dates.on_day(inner, day)
+    inner = dated or inner
     samples, left_out = read_samples(files_named(data.text, "data.text"), limit=data.max_bytes, tokenizer=inner)
     if data.held_out:
         files = files_named(data.held_out, "data.held_out")
@@ -149,6 +157,11 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
         start = held_out_start(len(samples), data.held_out_share)
         samples, held_out, more = samples[:start], samples[start:], 0
     notes: list[str] = []
+    day = day if dated and not all(sample.plain for sample in (*samples, *held_out)) else ""
+    if day:
+        notes.append(f"the chat template writes today's date: in this run it is always {day} (data.date)")
+    elif data.date:
+        notes.append(f"data.date is {data.date}, and no chat template writes a date")
     if left_out + more:
         notes.append(f"samples of {left_out + more} bytes were not read: data.max_bytes is {data.max_bytes}")
     if count := sum(sample.learns_last for sample in (*samples, *held_out)):
@@ -162,6 +175,7 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
         train=Answers(train, data.sequence, packing=data.packing),
         held_out=Answers(evaluated, data.sequence, packing=data.packing),
         tokenizer=tokenizer,
+        date=day,
         notes=(*notes, *cut, *too_long),
     )  # fmt: skip
     if len(loaded.train) < data.batch:

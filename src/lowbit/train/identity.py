@@ -13,6 +13,7 @@ import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.terminal import printable, suggestion
+from lowbit.train import dates
 from lowbit.train.activations import written_out
 from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
@@ -72,6 +73,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "model.pretrained": pretrained_digest(model.pretrained),
         "lora.targets": list(targets_of(config)) if lora.rank else None,
         "data.format": config.data.format,
+        dates.KEY: data.date or None,
         "data.packing": config.data.packing if config.data.format == "jsonl" else None,
         "data.text": _digest(data.train, *([] if config.data.held_out else [data.held_out])),
         "data.held_out": _digest(data.held_out) if config.data.held_out else "",
@@ -140,6 +142,8 @@ def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step
         was = before.get(key, "not recorded")
         if was is None or value is None:
             continue
+        if key == dates.KEY and key not in before and before.get("data.text") == after["data.text"]:
+            continue  # older versions did not record the date
         if key == _WARM_UP and isinstance(was, int) and max(was, value) <= step:
             continue
         if was != value and not (key in _FORMATS and _same_formats(was, value)):

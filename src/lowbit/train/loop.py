@@ -34,7 +34,7 @@ from lowbit.train.identity import CHOSEN, layout_of, versions
 from lowbit.train.layout import Pair
 from lowbit.train.links import Connections
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summary, from_json, summarize
-from lowbit.train.model import save_adapter_config, save_config
+from lowbit.train.model import save_adapter_config, save_companions, save_config
 from lowbit.train.prepare import prepare
 from lowbit.train.progress import Progress, phase
 from lowbit.train.tracing import Tracing, traced_steps
@@ -105,6 +105,11 @@ class Run:
                 log.warning("%s", note)
             if self.config.activations.plan and trainer.prepared.autocast is None:
                 log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
+            if trainer.prepared.identity["model.tied"] is True and not trainer.model_config.tie_word_embeddings:
+                log.warning(
+                    "model.pretrained is %r, which ties embedding and output matrix, but has two different ones: both "
+                    "are trained, and saved as two", self.config.model.pretrained,
+                )  # fmt: skip
         self._conversations: dict[str, Messages] = {}
         self.trips = self._measure_distance()
         self.connections = Connections(trainer, self._slowest_rate, self._say)
@@ -227,7 +232,8 @@ class Run:
         dist.barrier(group=trainer.side)
         if trainer.rank == 0:
             self.folder.note(*FILES)
-            written = replace(self.config, pipeline=in_full(self.config.pipeline)).to_json()
+            data = replace(self.config.data, date=self.trainer.prepared.data.date or self.config.data.date)
+            written = replace(self.config, pipeline=in_full(self.config.pipeline), data=data).to_json()
             atomic.write(self.output / "config.json", written + "\n")
             self._write_about()
         return done
@@ -322,6 +328,7 @@ class Run:
         else:
             save_config(part, self.trainer.model_config, export_dtype(self.config) or torch.float32)
         self.trainer.prepared.data.tokenizer.hugging_face().save_pretrained(part)
+        save_companions(part, self.config, self.trainer.generation_config)
         names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
         self.folder.note(*(f"model/{name}" for name in names))
         for name in names:

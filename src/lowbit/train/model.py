@@ -19,10 +19,20 @@ from torch import Tensor, nn
 from lowbit.config import ConfigError
 from lowbit.train.config import ModelConfig, TrainConfig
 from lowbit.train.cut import Share, dtype_of, is_tied, parts_of, stage_of, uncut, whole_class
-from lowbit.train.pretrained import check_weights, load, read_config, transformers_config
+from lowbit.train.pretrained import (
+    GENERATION,
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    check_generation_config,
+    check_weights,
+    copy_files,
+    load,
+    read_config,
+    transformers_config,
+)  # fmt: skip
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 
 ALL = "all-linear"
@@ -81,6 +91,8 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
         AutoModelForCausalLM, model.pretrained, "model.pretrained",
         config=config, dtype=torch.float32, attn_implementation="sdpa",
     )  # fmt: skip
+    # Whatever its configuration says, Transformers ties no weights that differ in the file.
+    loaded.config.tie_word_embeddings = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     return loaded
 
 
@@ -89,6 +101,7 @@ def check_pretrained(model: ModelConfig, sequence: int) -> None:
     if not model.pretrained:
         return
     check_weights(model.pretrained, hugging_face_config(model, vocab=0, sequence=0))
+    check_generation_config(model.pretrained)
     longest = _size(model, "max_position_embeddings", "n_positions")
     if longest is not None and sequence > longest:
         raise ConfigError(f"data.sequence is {sequence}; the model knows {longest} positions; allowed: at most as many")
@@ -292,3 +305,18 @@ def save_config(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> N
     saved: Any = copy.copy(config)
     saved.architectures, saved.dtype = [whole_class(config).__name__], dtype
     saved.save_pretrained(folder)
+
+
+def save_companions(folder: Path, config: TrainConfig, generation: GenerationConfig) -> None:
+    """Add what a saved model or its adapters need as well, from the folders that the run began with.
+
+    That is how to generate text, the licence, and the tokenizer's files that Transformers does not write.
+
+    Args:
+        generation: of the model as it was loaded: older models have it in `config.json`, and no file of their own.
+    """
+    generation.to_json_file(folder / GENERATION)
+    if config.model.pretrained:
+        copy_files(config.model.pretrained, folder, MODEL_FILES)
+    if config.data.tokenizer != "bytes":
+        copy_files(config.data.tokenizer, folder, TOKENIZER_FILES)

@@ -23,6 +23,7 @@ from lowbit.train.checkpoints.manifest import (
 )
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
+from lowbit.train.dates import recorded
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.elastic import check_elastic
 from lowbit.train.folder import check_output
@@ -92,7 +93,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     check_output(config)
     check_pretrained(config.model, config.data.sequence)
     check_lora(config)
-    data = load_data(config.data, cache=Path(config.run.output) / "cache")
+    data = _load(config, recorded(config.run)[0])
     vocab = vocabulary(config.model, data.tokenizer.size)
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))
     schedule = config.pipeline.schedule
@@ -119,6 +120,16 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
         config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
         tied_rows=tied_rows, data=data, vocab=vocab, device=device, backend=backend, identity=identity,
     )  # fmt: skip
+
+
+def _load(config: TrainConfig, date: str) -> Data:
+    return load_data(config.data, cache=Path(config.run.output) / "cache", date=date)
+
+
+def on_date(prepared: Prepared, date: str) -> Prepared:
+    """Return a prepared run with the text that the chat template writes on another day."""
+    data = _load(prepared.config, date)
+    return replace(prepared, data=data, identity=run_identity(prepared.config, data=data, vocab=prepared.vocab))
 
 
 def _check_codec(name: str, codec: Codec, shape: tuple[int, ...] | None, warmup_steps: int) -> None:

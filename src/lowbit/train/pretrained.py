@@ -7,7 +7,8 @@ headers of their files. Code in a folder is never run, whatever its files ask fo
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,16 @@ _LAYER = re.compile(r"\b(?:layers|h)\.\d+\.")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _LFS = b"version https://git-lfs"
 
+GENERATION = "generation_config.json"
+MODEL_FILES = re.compile(
+    r"generation_config\.json|(LICEN[CS]E|[Ll]icen[cs]e|NOTICE|[Nn]otice|COPYING|USE_POLICY)(\.txt|\.md|\.rst)?"
+)
+"""Files of a pretrained model that belong to every model trained from it; its README describes another model."""
+TOKENIZER_FILES = re.compile(
+    r"(vocab|added_tokens|special_tokens_map)\.json|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+)
+"""Files of a tokenizer that other programs read, and that Transformers need not write again."""
+
 _Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, by name
 
 
@@ -48,14 +59,10 @@ def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
     """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors."""
     given, path = f"{key} is {folder!r}", Path(folder) / "config.json"
     try:
-        values = read_json(path)
+        values = _read_object(given, path)
     except OSError as error:
         why = f"{path}: {error.strerror}; allowed: a folder with a saved model{hint(folder)}"
         raise ConfigError(f"{given}; {why}") from error
-    except ValueError as error:
-        raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{given}; {path} does not hold a JSON object")
     kind, quantized = values.get("model_type"), values.get("quantization_config")
     if "text_config" in values:
         raise ConfigError(
@@ -77,6 +84,23 @@ def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
         if value is not None and not (type(value) is int and 1 <= value <= most):
             raise ConfigError(f"{given}; {path} has {name} {value!r}; allowed: an integer from 1 to {most}")
     return values
+
+
+def _read_object(given: str, path: Path) -> dict[str, Any]:
+    try:
+        values = read_json(path)
+    except ValueError as error:
+        raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{given}; {path} does not hold a JSON object")
+    return values
+
+
+def check_generation_config(folder: str, key: str = "model.pretrained") -> None:
+    """Check that how to generate text, if a model's folder says so, is a JSON object: Transformers ignores others."""
+    path = Path(folder) / GENERATION
+    if path.is_file():
+        _read_object(f"{key} is {folder!r}", path)
 
 
 def read_json(path: Path) -> Any:
@@ -130,17 +154,25 @@ def hint(name: str) -> str:
 
 def check_files(folder: str, key: str) -> _Shapes:
     """Read shapes and types of a folder's weights from the headers of their files."""
-    given, place = f"{key} is {folder!r}", Path(folder)
-    for name in _FILES:
-        if (place / name).exists():
-            return _headers(given, [place / name])
-        if (place / f"{name}{_INDEX}").exists():
-            return _headers(given, _shards(given, place / f"{name}{_INDEX}"))
+    given = f"{key} is {folder!r}"
+    for path in _candidates(Path(folder)):
+        return _headers(given, _shards(given, path) if path.name.endswith(_INDEX) else [path])
     raise ConfigError(f"{given}, which holds no weights; allowed: a folder with {', '.join(_FILES)}, or their parts")
 
 
-def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> None:
-    """Check that a folder has the weights of a model of this configuration (Transformers'), and no other layers."""
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Yield files with a folder's weights, or with an index of them, in Transformers' order."""
+    for name in _FILES:
+        yield from (path for path in (folder / name, folder / f"{name}{_INDEX}") if path.exists())
+
+
+def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> dict[str, str]:
+    """Check that a folder has the weights of a model of this configuration (Transformers'), and no other layers.
+
+    Returns:
+        The names in the folder of the model's embedding and output matrix, by their names in the model, as far as the
+        model ties them and the folder has them.
+    """
     from transformers import AutoModelForCausalLM
 
     given, stored = f"{key} is {folder!r}", check_files(folder, key)
@@ -152,9 +184,11 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # Transformers and PyTorch raise many kinds of errors
         raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    # A tied weight counts under both names: a file may hold either, or two weights that differ.
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     uses = _uses(model, expected, stored)
     found, tied = set().union(*uses.values()), getattr(model, "all_tied_weights_keys", None) or {}
+    tied = tied | {source: name for name, source in tied.items() if name in found}
     if missing := [name for name in expected if name not in found and name not in tied]:
         raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
     if not getattr(config, "quantization_config", None):
@@ -171,6 +205,30 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
         raise ConfigError(f"{given}; its layers hold {_few(strange)}, which {config.model_type} does not have")
     if others:
         log.warning("%s: %s of the folder are not part of the model, and are not used", given, _few(sorted(others)))
+    pair = getattr(model, "all_tied_weights_keys", None) or {}
+    return {name: own for own, names in uses.items() for name in names if name in (*pair, *pair.values())}
+
+
+def same_tensors(folder: str, *names: str) -> bool:
+    """Whether two tensors of a folder's weights are equal."""
+    first, second = (_read(Path(folder), name) for name in names)
+    return torch.equal(first, second)
+
+
+def _read(folder: Path, name: str) -> torch.Tensor:
+    """Return one tensor of a folder that `check_files` accepts."""
+    from safetensors import safe_open
+
+    given = f"model.pretrained is {str(folder)!r}"
+    files = next(_shards(given, path) if path.name.endswith(_INDEX) else [path] for path in _candidates(folder))
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                if name in file.keys():  # noqa: SIM118
+                    return file.get_tensor(name)
+        elif name in (content := torch.load(path, weights_only=True, map_location="cpu", mmap=True)):
+            return content[name]
+    raise KeyError(name)
 
 
 def _uses(model: Any, expected: Mapping[str, Any], stored: Iterable[str]) -> dict[str, list[str]]:
@@ -277,6 +335,28 @@ def _headers(given: str, files: Iterable[Path]) -> _Shapes:
             why = f"it has {path.stat().st_size} bytes; {reason(error)}" if path.is_file() else reason(error)
             raise ConfigError(f"{given}; {path} is cut short or cannot be read: {why}") from error
     return shapes
+
+
+def copy_files(folder: str, target: Path, names: re.Pattern[str]) -> None:
+    """Copy those files of a foreign folder that have such names to a saved model; log a line for each that cannot be.
+
+    A link may lead to a file of the folder, or of the Hugging Face cache that it lies in, and nowhere else: a model is
+    published, its user's files are not. What `target` has already stays, except how to generate text.
+    """
+    place = Path(folder).resolve()
+    roots = [place, place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [place]
+    for path in sorted(each for each in place.glob("*") if names.fullmatch(each.name)):
+        if (target / path.name).exists() and path.name != GENERATION:
+            continue
+        try:
+            real = path.resolve(strict=True)
+            if not real.is_file() or not any(real.is_relative_to(root) for root in roots):
+                raise OSError(None, "it is a link out of the folder, or not a file")
+            if real.stat().st_size > _MOST_BYTES:
+                raise OSError(None, f"it has more than {_MOST_BYTES >> 20} MiB")
+            shutil.copyfile(real, target / path.name)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+            log.warning("%s is not saved with the model: %s", path, getattr(error, "strerror", None) or error)
 
 
 def _few(names: list[str]) -> str:

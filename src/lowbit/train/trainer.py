@@ -17,8 +17,11 @@ from lowbit.collectives import agree
 from lowbit.train import optim
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
+from lowbit.train.checkpoints.save import together
+from lowbit.train.config import is_day
 from lowbit.train.cut import Share
 from lowbit.train.data import Order
+from lowbit.train.dates import recorded
 from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import HeldOutEvaluation, evaluated
 from lowbit.train.gradients import Gradients, ReplicaGroups
@@ -26,7 +29,7 @@ from lowbit.train.identity import compared
 from lowbit.train.links import OUTSIDE, Links, link_name
 from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule
-from lowbit.train.prepare import Prepared
+from lowbit.train.prepare import Prepared, on_date
 from lowbit.train.progress import machine_name
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
@@ -64,6 +67,8 @@ class Trainer:
             torch.cuda.set_device(device)  # NCCL and kernels use the current device
         self._agree()
         self.side = new_group(timeout=run.timeout_seconds)  # for all messages except the training traffic
+        self._take_one_date()
+        prepared = self.prepared
         self.replicas = ReplicaGroups(self.config, self.layout.ranks, prepared.all_reduce, self.side)
         self.modules, is_tied = self._build_modules()
         self.tied = TiedWeights(prepared, self.modules, self.replicas, tied=is_tied and not self.config.lora.rank)
@@ -286,11 +291,34 @@ class Trainer:
         """Compare configuration, text and versions of all ranks before the first byte."""
         bits = ("bits", "norm", "mlp", "linear", "group", "layers")  # from the configuration or a plan file
         facts = {
-            "text": self.prepared.data.fingerprint(), "lowbit": lowbit.__version__, "torch": torch.__version__,
+            **self._text(), "lowbit": lowbit.__version__, "torch": torch.__version__,
             "backend": self.prepared.backend, **secret_facts(), **compared(self.config),
             "saved activations": str({key: self.prepared.identity[f"activations.{key}"] for key in bits}),
         }  # fmt: skip
         agree(None, facts, self.config.run.timeout_seconds, topic="training run")
+
+    def _text(self) -> dict[str, str]:
+        """Return a digest of the text, by a name that it shares with texts of the same date only."""
+        data = self.prepared.data
+        return {f"text with the date {data.date}" if data.date else "text": data.fingerprint()}
+
+    def _take_one_date(self) -> None:
+        """Let all ranks have the date of the checkpoints, or rank 0's: clocks differ, and so do time zones.
+
+        A rank without a checkpoint on its disk, or on the other side of midnight, reads its text again.
+        """
+        stated = gather_json([self.prepared.data.date, recorded(self.config.run)[1]], self.side)
+        dates = [date if is_day(date) else "" for date, _ in stated]
+        if len(set(dates)) == 1:
+            return
+        chosen = next((date for date, (_, kept) in zip(dates, stated, strict=True) if date and kept), dates[0])
+
+        def read_again() -> None:
+            if self.prepared.data.date not in ("", chosen):
+                self.prepared = on_date(self.prepared, chosen)
+
+        together(read_again, self.side)
+        agree(None, {"text": self.prepared.data.fingerprint()}, self.config.run.timeout_seconds, topic="text")
 
     def _build_modules(self) -> tuple[dict[int, StageModule], bool]:
         """Build this rank's stages; also return whether the model's embedding is tied."""
@@ -301,7 +329,7 @@ class Trainer:
         model = build_share(
             config, share, vocab=prepared.vocab, device=prepared.device, autocast=prepared.autocast
         )  # fmt: skip
-        self.model_config = model.config
+        self.model_config, self.generation_config = model.config, model.generation_config
         modules = {
             stage: StageModule(
                 model, layers=layout.layers_of(stage), first=stage == 0, last=stage == layout.stages - 1,

@@ -4,6 +4,7 @@ No rank holds more than its share: modules of other stages exist on the meta dev
 drawn, one at a time.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowbit.train.config import ModelConfig, TrainConfig
 from lowbit.train.cut import Share, class_for, whole_class
 from lowbit.train.model import add_adapters, hugging_face_config
-from lowbit.train.pretrained import check_weights, load
+from lowbit.train.pretrained import check_weights, load, same_tensors
 
 _RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 _CONSTANT = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
@@ -33,7 +34,12 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
     if not model.pretrained:
         built = random_share(exact, share, config.run.seed).to(device, dtype)
     else:
-        check_weights(model.pretrained, exact)
+        tied = check_weights(model.pretrained, exact)
+        # Whatever its configuration says, Transformers ties no weights that differ in the file.
+        if len(tied) == 2 and not same_tensors(model.pretrained, *tied.values()):
+            exact.tie_word_embeddings = False
+        elif len(tied) == 1 and "embed" not in next(iter(tied)) and share.first:
+            share = replace(share, last=True)  # the file has the output matrix only, which is the embedding
         quantized = quantization(model, exact, dtype)
         placed = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
         built, _ = load(

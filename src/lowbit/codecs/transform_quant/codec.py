@@ -128,6 +128,9 @@ class TransformQuant(StatefulCodec):
     """
 
     payload_version: ClassVar[int] = 5
+    # Products of integers and a length, rounded once, are the same at both ends. A digest stands for the messages that
+    # made the directions, not for those that a checkpoint holds.
+    compared: ClassVar[tuple[str, ...]] = ("directions", "messages", "digest")
 
     bits: float | Literal["auto"] | None = None
     step: Literal["token", "message"] = "token"
