@@ -202,7 +202,7 @@ def test_bad_arguments_are_refused_and_one_rank_keeps_its_tensor() -> None:
         (summing(AQSGD()), TypeError, "keeps state between messages"),
         (summing(TAHQuant()), TypeError, "tokens of activations"),
         (summing("int8"), TypeError, "codec is 'int8'"),
-        (summing(INT8, torch.ones(4, dtype=torch.int32)), TypeError, "tensor is torch.int32"),
+        (summing(INT8, torch.ones(4, dtype=torch.int32)), TypeError, "tensor has dtype torch.int32"),
         (summing(INT8, op="max"), ValueError, "op is 'max'"),
         (summing(INT8, algorithm="ring"), ValueError, "algorithm is 'ring'"),
         (summing(INT8, chunk=17), ValueError, "chunk is 17"),
