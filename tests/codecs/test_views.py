@@ -96,5 +96,6 @@ def test_what_cannot_be_read_or_written_is_refused_in_a_line() -> None:
         (lambda: session().decode(ends, out=negated(X)), ValueError, "out is a negated view"),
         (lambda: session().decode(ends, out=AsyncCollectiveTensor(X)), TypeError, "out is AsyncCollectiveTensor; all"),
         (lambda: codec.sum([payload], out=negated(x)), ValueError, "out is a negated view"),
+        (lambda: codec.sum([payload], out=x, scratch=x.bfloat16()), ValueError, "scratch has 64 of torch.bfloat16; al"),
     )
     assert not any("\n" in text for text in texts)

@@ -207,6 +207,8 @@ def test_bad_arguments_are_refused_and_one_rank_keeps_its_tensor() -> None:
         (summing(INT8, algorithm="ring"), ValueError, "algorithm is 'ring'"),
         (summing(INT8, chunk=17), ValueError, "chunk is 17"),
         (summing(INT8, timeout=0), ValueError, "timeout is 0"),
+        (summing(INT8, timeout=9e9), ValueError, "timeout is 9000000000.0; allowed: a number of seconds from 0.001 to"),
+        (summing(INT8, timeout=1e-9), ValueError, "timeout is 1e-09"),
         (summing(INT8, errors=torch.ones(3)), ValueError, r"errors is float32 \(3,\)"),
         (summing(INT8, checksums=1), TypeError, "checksums is 1; allowed: True or False"),
     )

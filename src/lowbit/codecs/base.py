@@ -439,12 +439,15 @@ class Summable(Codec):
 
         Raises:
             TypeError: a dtype of `out` that is not allowed.
-            ValueError: an `out` or `scratch` that is not contiguous, or payloads of another number or length.
+            ValueError: an `out` or `scratch` that is not contiguous, another `scratch`, or payloads of another number
+                or length.
         """
         check_float("out", out)
         check_written("out", out)
         if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
             raise ValueError("out or scratch is not contiguous; allowed: contiguous tensors")
+        if scratch is not None and (scratch.dtype, scratch.numel()) != (torch.float32, out.numel()):
+            raise ValueError(f"scratch has {scratch.numel()} of {scratch.dtype}; allowed: {out.numel()} of float32")
         if out.numel():
             add_up = partial(Summable._sum, self) if self._sends_plain(out.shape) else self._sum
             add_up(payloads, out, divisor, scratch)

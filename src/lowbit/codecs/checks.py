@@ -1,6 +1,5 @@
 """Checks of settings and tensors that codecs share: an error names the argument, its value, and what is allowed."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -25,11 +24,11 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise unless it is a finite number of seconds above 0."""
+    """Raise unless it is a number of seconds that Gloo can wait: it takes 0 ms for no limit, and centuries overflow."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
+        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds from 0.001 to 1e9")
+    if not 0.001 <= timeout <= 1e9:
+        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds from 0.001 to 1e9")
 
 
 def check_dtype(dtype: torch.dtype) -> None:
