@@ -1,24 +1,29 @@
 import copy
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowbit.codecs import AQSGD, BlockFloat8, GroupInt
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt
 from lowbit.collectives import algorithms, reduce
 from lowbit.gradients import GradientStorage
-from lowbit.gradients.stored import StoredGradient
+from lowbit.gradients.stored import Stored, StoredGradient
 from tests.collectives.traffic import equal_everywhere
 from tests.processes import on_ranks
 from tests.refused import refused
+from tests.views import View, packed, views
 
 CODEC = BlockFloat8()
 
@@ -389,6 +394,8 @@ def test_what_cannot_be_stored_is_refused() -> None:
         (lambda: storage.clip_(-1), ValueError, "max_norm is -1; allowed: at least 0"),
         (lambda: storage.put(model.gain, torch.zeros(2)), ValueError, r"has shape \(2,\); its parameter is of"),
         (lambda: storage.put(small, torch.zeros(1)), ValueError, "not stored here"),
+        (lambda: storage.put(model.gain, torch.zeros((), device="meta")), ValueError, "is on meta; its parameter is"),
+        (lambda: storage.put(model.head.weight, torch.zeros(11, 24).to_sparse()), TypeError, "a sparse_coo tensor"),
         (lambda: storage.all_reduce(lambda x: x, bucket_bytes=3), ValueError, "bucket_bytes is 3; allowed: at least 4"),
     )
 
@@ -401,3 +408,73 @@ def test_means_of_float16_sums_that_float16_does_not_hold():
     storage.scale_(1 / 4)
     storage.step(torch.optim.SGD([parameter], lr=1.0))
     assert torch.allclose(parameter, torch.full_like(parameter, -30000.0), rtol=2**-4)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(view=views(), other=views())
+def test_gradients_of_any_strides(view: View, other: View) -> None:
+    """Assigned to `.grad`, added to a stored one, and put."""
+    _, gradient = view.make(1)
+    _, more = replace(other, sizes=view.sizes, strides=(*other.strides, 1, 0, 2)[: len(view.sizes)]).make(2)
+    stored, expected = [], []
+    for results, (first, second) in ((stored, (gradient, more)), (expected, (packed(gradient), packed(more)))):
+        parameter = nn.Parameter(torch.zeros(view.sizes))
+        storage = GradientStorage([parameter])
+        parameter.grad = first
+        storage.absorb()
+        parameter.grad.add_(second)
+        results.append(storage.gradient(parameter))
+        storage.put(parameter, second)
+        results.append(storage.gradient(parameter))
+    assert all(torch.equal(*pair) for pair in zip(stored, expected, strict=True))
+
+
+def in_threads(*works: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor(len(works)) as pool:
+        for each in [pool.submit(work) for work in works]:
+            each.result()
+
+
+def test_backward_passes_of_several_threads_lose_nothing() -> None:
+    """One adds to a gradient while the other's is being stored, or is about to be."""
+    parameter = nn.Parameter(torch.zeros(256))
+    storage, parts = GradientStorage([parameter], codec=Cast()), torch.randn(2, 256)
+    storing, over, add = threading.Event(), threading.Event(), Stored.add
+
+    def slowly(stored: Stored, *args: Any) -> None:
+        storing.set()
+        over.wait(0.5)
+        add(stored, *args)
+
+    def second() -> None:
+        storing.wait()
+        (parameter * parts[1]).sum().backward()
+        over.set()
+
+    with mock.patch.object(Stored, "add", slowly):
+        in_threads(lambda: (parameter * parts[0]).sum().backward(), second)
+    assert torch.equal(storage.gradient(parameter), parts.sum(0))
+    assert isinstance(parameter.grad, StoredGradient)
+
+    storage.zero_()
+    began, ended = threading.Event(), threading.Event()
+
+    def wait_once(gradient: torch.Tensor) -> None:
+        if not began.is_set():
+            began.set()
+            ended.wait(10)
+
+    def other() -> None:
+        began.wait()
+        (parameter * parts[1]).sum().backward()
+        assert not isinstance(parameter.grad, StoredGradient), "it waits for the thread that is still to add"
+        ended.set()
+
+    parameter.register_hook(wait_once)
+    in_threads(lambda: (parameter * parts[0]).sum().backward(), other)
+    assert torch.equal(storage.gradient(parameter), parts.sum(0))
+    assert isinstance(parameter.grad, StoredGradient)
+    storage.zero_()
+    torch.autograd.grad((parameter * parts[0]).sum(), parameter)  # runs the first hook, but not the second
+    (parameter * parts[0]).sum().backward()
+    assert isinstance(parameter.grad, StoredGradient)

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TransformQuant
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant, TransformQuant
 from lowbit.pipeline.arguments import StepKind
 from lowbit.pipeline.boundary import Lane, Slot
 from lowbit.wire.traffic import Traffic
 from tests.pipeline.toy import INT4
 from tests.refused import refused
+from tests.views import View, packed, views
 
 SHAPE = torch.Size((2, 16, 64))
 SLOT = Slot(SHAPE, torch.float32)
@@ -68,6 +71,13 @@ def test_what_is_not_coded_is_exact_in_any_dtype_and_layout(x: Tensor):
     out, size = crosses(INT4, x, FULL if x.is_floating_point() else StepKind())
     assert size == x.nbytes
     assert torch.equal(out.reshape(-1).view(torch.uint8), x.contiguous().reshape(-1).view(torch.uint8))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(view=views(), codec=st.sampled_from([INT4, TAHQuant(), Cast()]), full=st.booleans())
+def test_a_view_of_any_strides_arrives_as_its_copy_would(view: View, codec: Codec, full: bool):
+    x, step = view.make(1)[1], FULL if full else StepKind()
+    assert torch.equal(crosses(codec, x, step)[0], crosses(codec, packed(x), step)[0])
 
 
 def test_the_payload_has_memory_of_its_own():

@@ -97,6 +97,16 @@ def test_the_operator_as_such() -> None:
     assert torch.equal(x, sum_in_process(parts, INT8, "one_shot"))
     sum_on_stream(on_stream.view(-1), INT8, group, "two_shot", CODED)
     assert torch.equal(on_stream, sum_in_process(parts, INT8, "two_shot"))
+    for settings in (CODED, SumSettings(small=1 << 30)):
+        layer_sum.settings = settings
+        memory, expected = torch.zeros(3, 2 * WIDTH), parts[group.rank()].clone()
+        memory[:, ::2] = expected
+        with pytest.raises(ValueError, match="has elements that share memory"):
+            torch.ops.lowbit.tp_all_reduce_(torch.zeros(WIDTH).expand(3, -1), layer_sum.number, group.group_name)
+        for each in (memory[:, ::2], expected):
+            torch.ops.lowbit.tp_all_reduce_(each, layer_sum.number, group.group_name)
+        assert torch.equal(memory[:, ::2], expected)
+        assert not memory[:, 1::2].any()
 
 
 @on_ranks

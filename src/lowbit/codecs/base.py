@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payload
+from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payload, check_written, readable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +80,16 @@ class Codec(ABC):
             ValueError: `out` has another length, dtype or device.
         """
         check_float("x", x)
+        x = readable("x", x)
         if out is None:
             out = torch.empty(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
         check_payload("out", out, self.nbytes(x.shape), x.device)
+        check_written("out", out)
         if x.numel():
             if self._sends_plain(x.shape):
-                write_plain(x.detach().contiguous(), torch.float32, out)
+                write_plain(x.contiguous(), torch.float32, out)
             else:
-                self._fill(x.detach(), out)
+                self._fill(x, out)
         return out
 
     def decode(
@@ -207,16 +209,17 @@ class Session:
         check_float("x", x)
         if x.shape != self.shape:
             raise ValueError(f"x has shape {tuple(x.shape)}; this session is for {tuple(self.shape)}")
-        size = self.nbytes()
+        x, size = readable("x", x), self.nbytes()
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
         check_payload("out", out, size, x.device)
+        check_written("out", out)
         self._note = note
         if x.numel():
             if self._plain:
-                write_plain(x.detach().contiguous(), self.dtype, out)
+                write_plain(x.contiguous(), self.dtype, out)
             else:
-                self._encode(x.detach(), out, training)
+                self._encode(x, out, training)
         self._note = None
         return out
 
@@ -417,10 +420,11 @@ class Summable(Codec):
         """
         check_float("x", x)
         check_payload("payload", payload, self.nbytes(x.shape), x.device)
+        check_written("payload", payload)
         if x.numel():
             target = payload.contiguous()
             add = partial(Summable._add, self) if self._sends_plain(x.shape) else self._add
-            add(target, x.detach().contiguous())
+            add(target, readable("x", x).contiguous())
             if target is not payload:
                 payload.copy_(target)
         return payload
@@ -441,11 +445,15 @@ class Summable(Codec):
 
         Raises:
             TypeError: a dtype of `out` that is not allowed.
-            ValueError: an `out` or `scratch` that is not contiguous, or payloads of another number or length.
+            ValueError: an `out` or `scratch` that is not contiguous, another `scratch`, or payloads of another number
+                or length.
         """
         check_float("out", out)
+        check_written("out", out)
         if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
             raise ValueError("out or scratch is not contiguous; allowed: contiguous tensors")
+        if scratch is not None and (scratch.dtype, scratch.numel()) != (torch.float32, out.numel()):
+            raise ValueError(f"scratch has {scratch.numel()} of {scratch.dtype}; allowed: {out.numel()} of float32")
         if out.numel():
             add_up = partial(Summable._sum, self) if self._sends_plain(out.shape) else self._sum
             add_up(payloads, out, divisor, scratch)

@@ -1,6 +1,5 @@
 """Checks of settings and tensors that codecs share: an error names the argument, its value, and what is allowed."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -25,11 +24,11 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise unless it is a finite number of seconds above 0."""
+    """Raise unless it is a number of seconds that Gloo can wait: it takes 0 ms for no limit, and centuries overflow."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
+        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds from 0.001 to 1e9")
+    if not 0.001 <= timeout <= 1e9:
+        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds from 0.001 to 1e9")
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -44,6 +43,52 @@ def check_float(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} is {type(x).__name__}; allowed: a tensor")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"{name} is a {kind} tensor; allowed: dense tensors")
+
+
+def readable(name: str, x: Tensor) -> Tensor:
+    """Return `x`, detached, such that its elements are in memory at its address and strides.
+
+    A negated view, such as `z.conj().imag`, and the result of a functional collective are copied.
+
+    Raises:
+        TypeError: a wrapper whose elements no operator puts into a plain tensor, such as a DTensor.
+    """
+    x = x.detach()
+    if torch.compiler.is_compiling():
+        return x
+    if is_wrapper(x) and is_wrapper(x := x.clone()):
+        raise TypeError(f"{name} is {type(x).__name__}; allowed: a plain tensor, such as its to_local()")
+    return x.resolve_neg()
+
+
+def is_wrapper(x: Tensor) -> bool:
+    """Whether operators on `x` run in Python: its memory is elsewhere, so that kernels cannot use its address."""
+    plain, kind = (getattr(each, "__torch_dispatch__") for each in (Tensor, type(x)))  # noqa: B009 (pyright)
+    return kind is not plain
+
+
+def check_written(name: str, x: Tensor) -> None:
+    """Raise unless kernels can write to each element of `x` on its own."""
+    if torch.compiler.is_compiling():
+        return
+    if is_wrapper(x):
+        raise TypeError(f"{name} is {type(x).__name__}; allowed: a plain tensor, whose memory can be written to")
+    if x.is_neg() or (not x.is_contiguous() and _overlaps(x)):
+        kind = "is a negated view" if x.is_neg() else "has elements that share memory, as after expand()"
+        raise ValueError(f"{name} {kind}, and is to be overwritten; allowed: a tensor with memory of its own (clone())")
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements may share memory: never False if they do."""
+    reach = 0  # from the first to the last element of the dimensions with smaller strides
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return x.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def check_payload(name: str, payload: Tensor, size: int, device: torch.device) -> None:
@@ -60,6 +105,7 @@ def check_payload(name: str, payload: Tensor, size: int, device: torch.device) -
 def check_out(out: Tensor, shape: torch.Size, device: torch.device) -> None:
     """Raise unless a tensor of this shape can be decoded to `out`."""
     check_float("out", out)
+    check_written("out", out)
     if out.shape != shape or out.device != device:
         raise ValueError(f"out has shape {tuple(out.shape)} on {out.device}; expected {tuple(shape)} on {device}")
 

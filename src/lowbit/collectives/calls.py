@@ -57,11 +57,17 @@ class CollectiveCall:
     layer: str = ""
     checksums: bool = True
 
+    def __post_init__(self) -> None:
+        if self.transport == "messages" and not self._can_be_messages:
+            raise ValueError(f"transport is 'messages', on {self.device}; allowed: tensors on the CPU in a Gloo group")
+
     @property
     def as_messages(self) -> bool:
-        if self.transport == "auto":
-            return self.device.type == "cpu" and pytorch.carries(self.group, "gloo", self.device)
-        return self.transport == "messages"
+        return self.transport != "collectives" and self._can_be_messages
+
+    @property
+    def _can_be_messages(self) -> bool:
+        return self.device.type == "cpu" and pytorch.carries(self.group, "gloo", self.device)
 
     @property
     def stated(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec, Summable
-from lowbit.codecs.checks import FLOATS, check_choice, check_int, check_timeout
+from lowbit.codecs.checks import check_choice, check_float, check_int, check_timeout, check_written, readable
 from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL, Put, Shards, Take
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
@@ -76,27 +76,44 @@ def check_call(
     return summable
 
 
-def check_tensor(name: str, x: object, codec: Summable, ranks: int, *, written: bool) -> None:
-    """Raise unless the codec, which may be made for a number of ranks and for whole rows, can encode `x`."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} is {kind}; allowed: a tensor of {', '.join(map(str, FLOATS))}")
+def check_tensor(name: str, x: Tensor, codec: Summable, group: dist.ProcessGroup) -> None:
+    """Raise unless the codec, which may be made for a number of ranks and for whole rows, can encode `x` here."""
+    check_float(name, x)
+    ranks, devices = group.size(), sorted({device.type for device in group._device_types})
+    if x.device.type not in devices:
+        raise ValueError(f"{name} is on {x.device}; allowed in this group: {', '.join(devices)}")
     if codec.ranks not in (None, ranks):
         raise ValueError(f"codec is {codec}; allowed in a group of {ranks}: one for {ranks} ranks")
     if x.numel() % codec.grain or (x.dim() > 1 and codec.grain > 1 and x.shape[-1] != codec.grain):
         raise ValueError(
             f"{name} is {described(x)}; allowed with {codec}: (..., {codec.grain}), or flat in multiples of it"
         )
-    if written:
-        _check_written(name, x)
 
 
-def _check_written(name: str, x: Tensor) -> None:
+def _check_target(name: str, x: Tensor) -> None:
+    check_written(name, x)
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name} was made in inference mode, which is off now; "
             "allowed: a tensor made outside it, or a call inside it"
         )
+
+
+def _check_errors(errors: Tensor, tensor: Tensor) -> None:
+    check_float("errors", errors)
+    _check_target("errors", errors)
+    like = errors.dtype == torch.float32 and errors.shape == tensor.shape and errors.device == tensor.device
+    if not like or not errors.is_contiguous():
+        where = f"float32 {tuple(tensor.shape)} on {tensor.device}"
+        raise ValueError(f"errors is {described(errors)} on {errors.device}; allowed: contiguous {where}")
+    if errors.data_ptr() in _memory(tensor) or tensor.data_ptr() in _memory(errors):
+        raise ValueError("errors shares memory with tensor; allowed: a tensor with memory of its own")
+
+
+def _memory(x: Tensor) -> range:
+    """Addresses from the first element to the last."""
+    elements = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    return range(x.data_ptr(), x.data_ptr() + elements * x.element_size())
 
 
 def all_reduce(
@@ -131,7 +148,8 @@ def all_reduce(
     Payload memory is kept between calls: two_shot takes (3 + 1 / W) n b / 8 bytes for the largest tensor.
 
     Args:
-        tensor: float32, bfloat16 or float16, any shape and strides; the same shape and dtype on all ranks.
+        tensor: float32, bfloat16 or float16, any shape and strides, but no two elements in the same memory; the same
+            shape and dtype on all ranks. Strided tensors are copied.
         codec: a stateless format that does not depend on the tensor's shape, such as `GroupInt`; or a `FeatureInt` for
             this number of ranks, of any rank: shards and chunks are then whole rows.
         group: the ranks; None: the default group. A group that `torch.distributed` has not made, or a wrapper such as
@@ -149,8 +167,8 @@ def all_reduce(
             `tensor` may already hold damaged values when the error is raised.
 
     Raises:
-        TypeError: a codec that cannot be summed, or a tensor of another dtype.
-        ValueError: another argument that is not allowed.
+        TypeError: a codec that cannot be summed, or a tensor of another dtype, layout or class, such as a DTensor.
+        ValueError: another argument that is not allowed. The group can be used after these two.
         AgreementError: the ranks do not make the same call; the same text on all of them.
         DamagedError: a payload did not arrive as it was sent.
         PeerError: a rank ended or does not answer. The group cannot be used any more. With the transport "collectives"
@@ -162,13 +180,12 @@ def all_reduce(
         codec, op=op, algorithm=algorithm, transport=transport, small=small, chunk=chunk, timeout=timeout,
         checksums=checksums,
     )  # fmt: skip
-    check_tensor("tensor", tensor, codec, ranks, written=True)
+    check_tensor("tensor", tensor, codec, group)
+    _check_target("tensor", tensor)
     if errors is not None:
-        if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
-            raise ValueError(f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}")
-        _check_written("errors", errors)
-    flat = tensor.detach().reshape(-1)  # the tensor itself if it is contiguous, otherwise a copy
-    rest = None if errors is None else errors.view(-1)
+        _check_errors(errors, tensor)
+    flat = _packed("tensor", tensor)
+    rest = None if errors is None else errors.detach().view(-1)
     coded = ranks > 1 and tensor.numel() >= max(1, small)
     algorithm = _chosen(algorithm, tensor.numel(), codec, ranks)
     divisor = ranks if op == "avg" else 1
@@ -274,7 +291,7 @@ def reduce_scatter(
     With one rank the input is copied.
 
     Args:
-        output: n elements, any float dtype.
+        output: n elements, any float dtype; no two in the same memory.
         input: W n elements of the dtype that the codec reads.
         codec, group, op, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
 
@@ -308,7 +325,7 @@ def all_gather(
     and 8 for each message's checksum. A rank's own input goes through the codec, too. With one rank it is copied.
 
     Args:
-        output: W n elements, any float dtype.
+        output: W n elements, any float dtype; no two in the same memory.
         input: n elements.
         codec, group, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
 
@@ -341,7 +358,8 @@ def _copying_call(
     codec = check_call(codec, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
     tensors = {"output": output, "input": input}
     for name, x in tensors.items():
-        check_tensor(name, x, codec, ranks, written=name == "output")
+        check_tensor(name, x, codec, group)
+    _check_target("output", output)
     share, all_shares = tensors[part], tensors[whole]
     if share.numel() * ranks != all_shares.numel() or share.device != all_shares.device:
         raise ValueError(
@@ -349,11 +367,11 @@ def _copying_call(
             f"{whole} {all_shares.numel()} on {all_shares.device}; "
             f"allowed: {ranks} times as many in {whole}, one share for each of the {ranks} ranks"
         )
-    flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
+    flat, target = _packed("input", input), _packed("output", output)
 
     def work(exchange: PayloadExchange) -> None:
         if ranks == 1:
-            target.copy_(flat)
+            target.copy_(flat.clone())  # they may overlap
         else:
             algorithm(flat, target, codec, exchange, chunk=chunk)
         _copy_back(target, output)
@@ -374,8 +392,13 @@ def _chosen(algorithm: Algorithm, numel: int, codec: Summable, ranks: int) -> Al
     return algorithms.choose(ranks, codec.nbytes((numel,))) if algorithm == "auto" else algorithm
 
 
+def _packed(name: str, x: Tensor) -> Tensor:
+    """Return `x` itself as one dimension if it is contiguous, otherwise a copy: Gloo ignores strides."""
+    return readable(name, x).contiguous().view(-1)
+
+
 def _copy_back(flat: Tensor, x: Tensor) -> None:
-    """Write `flat` back to `x` if `x` is not contiguous, so that `flat` is a copy."""
+    """Write `flat` back to `x` if it is a copy."""
     if flat.data_ptr() != x.data_ptr():
         x.copy_(flat.view(x.shape))
 

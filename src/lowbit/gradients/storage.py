@@ -4,8 +4,10 @@ import bisect
 import hashlib
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,6 +151,7 @@ class GradientStorage:
     As soon as a backward pass has finished a parameter's gradient, it is added to the stored one (decoded, added in
     float32, encoded), and `parameter.grad` becomes a tensor that shows the stored gradient. So gradients of one layer
     at a time exist at full precision; a model's stored ones take 1.008 bytes a parameter (BlockFloat8, blocks of 128).
+    Several threads may run backward passes at the same time.
 
     A training loop needs no change: `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler`, `optimizer.step()` and
     `zero_grad` work, also when a framework calls them. A step of any optimizer decodes the gradients in portions no
@@ -200,7 +203,8 @@ class GradientStorage:
                     f"parameter {stored.name!r} has a main_grad, a full-precision gradient of Megatron's "
                     "DistributedDataParallel; allowed: a model without that wrapper, and average of the storage"
                 )
-        self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
+        self._hooks = [p.register_hook(partial(_note_thread, stored)) for p, stored in self._stored.items()]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._absorb_last) for p in self._stored]
         self._closed = False
         self._agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that `average` has checked
         watch_optimizers()
@@ -254,11 +258,13 @@ class GradientStorage:
         """Replace a parameter's stored gradient by this one, rounded to nearest.
 
         Raises:
-            ValueError: a parameter that is not stored here, or a gradient of another shape.
+            ValueError: a parameter that is not stored here, or a gradient of another shape or on another device.
         """
         if parameter not in self._stored or gradient.shape != parameter.shape:
             expected = f"of shape {tuple(parameter.shape)}" if parameter in self._stored else "not stored here"
             raise ValueError(f"gradient has shape {tuple(gradient.shape)}; its parameter is {expected}")
+        if gradient.device != parameter.device:
+            raise ValueError(f"gradient is on {gradient.device}; its parameter is on {parameter.device}")
         self._put(parameter, local(placed(gradient, parameter)))
 
     def _put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -440,9 +446,18 @@ class GradientStorage:
             if stored.held:
                 parameter.grad = None
 
+    def _absorb_last(self, parameter: Tensor) -> None:
+        """End an addition to `.grad`: absorb it, unless another thread may be adding to it, which then absorbs both."""
+        stored = self._stored[parameter]  # pyright: ignore[reportArgumentType]
+        with stored.lock:  # keeps others from beginning to add
+            stored.adding.discard(threading.get_ident())
+            if not stored.adding:
+                self._absorb(parameter)
+
     def _absorb(self, parameter: Tensor) -> None:
         finish()
         stored = self._stored[parameter]  # pyright: ignore[reportArgumentType]
+        stored.adding.clear()  # of threads whose backward passes failed, or added to nothing
         gradient = parameter.grad
         if gradient is None:
             stored.drop()
@@ -478,6 +493,13 @@ class GradientStorage:
         _wait(work)
         for parameter, part in parts(flat, portion):
             self._put(parameter, part)
+
+
+def _note_thread(stored: Stored, gradient: Tensor | None) -> None:
+    """Hook before a backward pass adds to `.grad`."""
+    if gradient is not None:
+        with stored.lock:
+            stored.adding.add(threading.get_ident())
 
 
 def _wait(work: Any) -> None:

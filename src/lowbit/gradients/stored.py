@@ -1,8 +1,9 @@
 """One parameter's gradient as a payload, and as its `.grad`; shards of DTensors (FSDP2, tensor parallel); portions."""
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class Stored:
     held: bool = False
     view: Tensor | None = None
     """The `StoredGradient` that shows it."""
+    adding: set[int] = field(default_factory=set)
+    """Threads whose backward passes are about to add to `.grad`."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `adding` changes, and while a hook stores `.grad`."""
 
     def value(self, codec: Summable, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         if not self.held or self.payload is None:

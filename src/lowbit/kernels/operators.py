@@ -66,7 +66,7 @@ class Operator:
     """A function on payloads, registered as `torch.ops.lowbit.<package>_<function>`; calls go through PyTorch.
 
     A call checks its arguments, copies payloads that do not begin at a multiple of 16 bytes (kernels read words and
-    vectors), and runs the backend's `implementation` inside `apart`.
+    vectors), and runs the backend's `implementation` inside `apart`. Autograd learns which tensors have changed.
 
     Attributes:
         name: package and function, such as "group_int_encode".
@@ -80,6 +80,7 @@ class Operator:
         self._check = check
         names = inspect.signature(definition).parameters
         self._payloads = [(i, name in writes) for i, name in enumerate(names) if "payload" in name]
+        self._written = [i for i, name in enumerate(names) if name in writes]
         # Sizes are concrete integers here, never symbolic.
         schema = torch.library.infer_schema(definition, mutates_args=writes).replace("SymInt", "int")
         _library.define(self.name + schema)
@@ -102,6 +103,8 @@ class Operator:
         for i, written in self._payloads:
             if written and i in aligned:
                 arguments[i].copy_(aligned[i])
+        # Kernels write by address, which a backward pass that has saved the tensor would not notice.
+        torch.autograd.graph.increment_version([x for i in self._written if (x := arguments[i]) is not None])
 
 
 def operator(*, writes: str | Sequence[str], check: Callable[..., None]) -> Callable[[Callable[..., None]], Operator]:

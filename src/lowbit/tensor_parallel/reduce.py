@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec, Summable
-from lowbit.codecs.checks import check_choice, check_int, check_timeout
+from lowbit.codecs.checks import check_choice, check_int, check_timeout, check_written
 from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import CHUNK, Shards, choose, one_shot, two_shot
 from lowbit.collectives.calls import TIMEOUT
@@ -209,14 +209,19 @@ def sum_over_ranks(
     may capture it. No error can be raised there: a damaged payload makes the sum NaN.
 
     Args:
-        partial: (..., E), contiguous, in the model's dtype.
+        partial: (..., E), in the model's dtype.
         codec: None: not coded.
         choice: "plain": the engine's own all-reduce. With more than two ranks it may round after every addition.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1 or not partial.numel():
         return
-    if codec is None or choice == "plain":
+    if not partial.is_contiguous():  # Gloo ignores strides
+        check_written("partial", partial)
+        packed = partial.contiguous()
+        sum_over_ranks(packed, codec, group, choice, settings)
+        partial.copy_(packed)
+    elif codec is None or choice == "plain":
         pytorch.finish(pytorch.total(partial, group), group, settings.timeout)
     elif partial.device.type == "cpu":
         all_reduce(

@@ -48,7 +48,7 @@ def tp_all_reduce_(x: Tensor, boundary: int, group: str) -> None:
     """Replace a partial sum by that of all ranks, coded where that is faster. For inference.
 
     Args:
-        x: (..., E), contiguous. boundary: the `number` of a `LayerSum`. group: name of the process group.
+        x: (..., E). boundary: the `number` of a `LayerSum`. group: name of the process group.
     """
     _boundaries[boundary].reduce_(x, _group(group))
 

@@ -114,9 +114,9 @@ class Messages:
 
     def send(self, payload: Tensor, to: int, *, expected: int | None = None) -> Sent:
         """Start to send a copy of a tensor; `expected`: payload bytes that the receiver expects, by default its own."""
-        flat, room = payload.detach().reshape(-1).view(torch.uint8), self._mailbox.checksums.room
-        message = torch.empty(flat.numel() + room, dtype=torch.uint8)
-        message[: flat.numel()].copy_(flat)
+        nbytes, room = payload.nbytes, self._mailbox.checksums.room
+        message = torch.empty(nbytes + room, dtype=torch.uint8)
+        message[:nbytes].view(payload.dtype).view(payload.shape).copy_(payload.detach())
         number, whole = self._sent[to], None if expected is None else expected + room
         self._sent[to] += 1
         route = self._route(to, number, "message", self.rank)
