@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Session, StatefulCodec
+from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.transform_quant.basis import Basis, Transform, coefficients, follow, leading, renew
 from lowbit.codecs.transform_quant.memory import BAD_STREAMS, ONE, SEEN, Memory, factors, packed, sampled, sinks
 from lowbit.codecs.transform_quant.reference import (
@@ -112,7 +113,8 @@ class TransformQuant(StatefulCodec):
     Args:
         bits: bits per element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
             or 1.85 with step="message", plus scales and directions; if these take more than 16, as with one token or
-            one channel, a tensor is sent as it is. "auto": in the last step of the warm-up, a sender chooses the rate
+            one channel, a tensor is sent as it is. A number that is too low for a tensor is an error, except after
+            larger tensors of the same width: a last, smaller batch is sent as it is. "auto": in the last step of the warm-up, a sender chooses the rate
             that gives `decibels` for its first message, and sends its choice with the messages of that step. Each
             tensor of each boundary gets its own rate. No session can be opened before the warm-up is over.
         step: "token": the error of each token is relative to its norm, or for sinks to the median norm, which suits
@@ -225,20 +227,31 @@ class TransformQuant(StatefulCodec):
         Raises:
             ValueError: the rate is too low for directions, scales and empty streams, or has not been chosen yet.
         """
-        if isinstance(self.bits, str):
-            raise ValueError(
-                "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
-                "earlier; allowed here: a number, or None"
-            )
-        rows, channels = _folded(shape)
-        geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
-        if self.bits is not None and math.prod(shape) and geo.layout.nbytes < geo.least():
+        geo = self._geometry(shape)
+        if not self._has_room(geo):
+            assert isinstance(self.bits, float)
             raise ValueError(
                 f"bits is {self.bits:g}, which is {int(self.bits * math.prod(shape) / 8)} bytes for messages of "
                 f"{tuple(shape)}; allowed: at least {math.ceil(800 * geo.least() / math.prod(shape)) / 100:.2f}, for "
                 "their directions, scales and streams"
             )
         return geo
+
+    def reaches(self, shape: Sequence[int]) -> bool:
+        """Whether the set rate is high enough for messages of this shape: few tokens take more for what they share."""
+        return self._has_room(self._geometry(shape))
+
+    def _has_room(self, geo: TransformGeometry) -> bool:
+        return self.bits is None or not geo.rows * geo.channels or geo.layout.nbytes >= geo.least()
+
+    def _geometry(self, shape: Sequence[int]) -> TransformGeometry:
+        if isinstance(self.bits, str):
+            raise ValueError(
+                "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
+                "earlier; allowed here: a number, or None"
+            )
+        rows, channels = _folded(shape)
+        return transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
 
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         geo = self.geometry(shape)
@@ -261,6 +274,12 @@ class TransformSession(Session):
         vars(self).update(encode=disable(self.encode), decode=disable(self.decode), observe=disable(self.observe))
 
     def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        """Return a session for another shape, which sends tensors as they are if the set rate is too low for it.
+
+        Unlike the first shape, it may be that of a last, smaller batch, which nobody can set a rate for.
+        """
+        if not self.codec.reaches(shape):
+            return Cast(dtype=dtype).open(shape=shape, dtype=dtype, device=self.device)
         return TransformSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
 
     def observe(self, x: Tensor) -> Tensor | None:
