@@ -114,9 +114,10 @@ class TransformQuant(StatefulCodec):
         bits: bits per element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
             or 1.85 with step="message", plus scales and directions; if these take more than 16, as with one token or
             one channel, a tensor is sent as it is. A number that is too low for a tensor is an error, except after
-            larger tensors of the same width: a last, smaller batch is sent as it is. "auto": in the last step of the warm-up, a sender chooses the rate
-            that gives `decibels` for its first message, and sends its choice with the messages of that step. Each
-            tensor of each boundary gets its own rate. No session can be opened before the warm-up is over.
+            larger tensors of the same width: a last, smaller batch is sent as it is. "auto": in the last step of the
+            warm-up, a sender chooses the rate that gives `decibels` for its first message, and sends its choice with
+            the messages of that step. Each tensor of each boundary gets its own rate. No session can be opened before
+            the warm-up is over.
         step: "token": the error of each token is relative to its norm, or for sinks to the median norm, which suits
             activations; "message": it is the same for all, which suits gradients.
         decibels: signal-to-noise ratio that "auto" aims at, more than 0 and at most 80. The basis fits later messages
