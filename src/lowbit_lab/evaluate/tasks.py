@@ -33,7 +33,6 @@ _FIELDS = {
 }
 _MOST_BYTES = 256 << 20
 """Largest size of a file's questions, as read. A small parquet file can hold any number of equal texts."""
-_MOST_VALUES = 1 << 20  # of a column in a group of rows; a single row may have them all
 _LINE_BYTES = 1 << 20
 _BATCH = 16  # rows of a parquet file that are read at once
 
@@ -122,13 +121,12 @@ def _batches(task: str, path: Path) -> Iterator[list[dict[str, Any]]]:
     with path.open("rb") as opened:
         file = importlib.import_module("pyarrow.parquet").ParquetFile(opened)
         names = sorted(_FIELDS.intersection(file.schema_arrow.names))
-        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        for column in (group.column(i) for group in groups for i in range(group.num_columns)):
-            whole, values = column.total_uncompressed_size, column.num_values
-            if column.path_in_schema.partition(".")[0] in names and (whole > _MOST_BYTES or values > _MOST_VALUES):
+        for group in map(
+            file.metadata.row_group, range(file.metadata.num_row_groups)
+        ):  # their columns may abort pyarrow
+            if group.total_byte_size > _MOST_BYTES:
                 raise ConfigError(
-                    f"{task}: column {column.path_in_schema} has {values} values, {whole} bytes in a group of rows; "
-                    f"allowed: at most {_MOST_VALUES} values, {_MOST_BYTES} bytes"
+                    f"{task} has {group.total_byte_size} bytes in a group of rows; allowed: at most {_MOST_BYTES}"
                 )
         nbytes = 0
         for batch in file.iter_batches(batch_size=_BATCH, columns=names, use_threads=False):
