@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.operators import FLOATS
+from lowbit.terminal import shown
 
 
 def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) -> None:
     """Raise unless `value` is an int (not a bool) in [low, high], and a multiple of `multiple`."""
     allowed = f"{low} to {high}" + (f", multiples of {multiple}" if multiple > 1 else "")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; allowed: an integer from {allowed}")
+        raise TypeError(f"{name} is {shown(value)}; allowed: an integer from {allowed}")
     if not low <= value <= high or value % multiple:
         raise ValueError(f"{name} is {value}; allowed: {allowed}")
 
@@ -21,13 +22,13 @@ def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
 
 
 def check_timeout(timeout: object) -> None:
     """Raise unless it is a finite number of seconds above 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
+        raise TypeError(f"timeout is {shown(timeout)}; allowed: a number of seconds above 0")
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
 
@@ -35,7 +36,7 @@ def check_timeout(timeout: object) -> None:
 def check_dtype(dtype: torch.dtype) -> None:
     """Raise unless it is a dtype that codecs take."""
     if dtype not in FLOATS:
-        raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+        raise TypeError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(str, FLOATS))}")
 
 
 def check_float(name: str, x: Tensor) -> None:

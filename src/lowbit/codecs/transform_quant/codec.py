@@ -30,6 +30,7 @@ from lowbit.codecs.transform_quant.reference import (
 from lowbit.kernels import apart, implementation
 from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.layout import ALIGNMENT
+from lowbit.terminal import shown
 
 log = logging.getLogger(__name__)
 
@@ -140,18 +141,20 @@ class TransformQuant(StatefulCodec):
     def __post_init__(self) -> None:
         if isinstance(self.bits, str | bool):
             if self.bits != "auto":
-                raise ValueError(f"bits is {self.bits!r}; allowed: a number above 0, at most {MOST:g}, or 'auto'")
+                raise ValueError(f"bits is {shown(self.bits)}; allowed: a number above 0, at most {MOST:g}, or 'auto'")
         elif self.bits is not None:
             object.__setattr__(self, "bits", _number("bits", self.bits, MOST, ", or 'auto'"))
         object.__setattr__(self, "decibels", _number("decibels", self.decibels, 80.0))
         if self.nats is not None:
             object.__setattr__(self, "nats", _number("nats", self.nats, sys.float_info.max))
             if self.bits != "auto":
-                raise ValueError(f"nats is {self.nats:g}, and bits is {self.bits!r}; allowed with nats: bits='auto'")
+                raise ValueError(
+                    f"nats is {self.nats:g}, and bits is {shown(self.bits)}; allowed with nats: bits='auto'"
+                )
             if self.decibels != DECIBELS:
                 raise ValueError(f"nats is {self.nats:g}, and decibels is {self.decibels:g}; allowed: one of them")
         if self.step not in CODED:
-            raise ValueError(f"step is {self.step!r}; allowed: 'token', 'message'")
+            raise ValueError(f"step is {shown(self.step)}; allowed: 'token', 'message'")
 
     def __repr__(self) -> str:
         """Show the settings, except a rate that depends on the shape, and the error only if it is set."""
@@ -384,7 +387,7 @@ def _folded(shape: Sequence[int]) -> tuple[int, int]:
 def _number(name: str, value: object, most: float, besides: str = "") -> float:
     """Return a setting as a float if it is above 0 and at most `most`."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
-        raise ValueError(f"{name} is {value!r}; allowed: a number above 0, at most {most:g}{besides}")
+        raise ValueError(f"{name} is {shown(value)}; allowed: a number above 0, at most {most:g}{besides}")
     return float(value)
 
 
