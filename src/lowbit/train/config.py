@@ -314,6 +314,9 @@ class RunConfig:
     """Consecutive restarts without a new checkpoint before a supervised run gives up."""
     rejoin_seconds: Seconds = 600.0
     """Longest wait of a supervised run for all ranks to join, at the start and after a failure."""
+    grace_seconds: Seconds = 120.0
+    """Longest time from SIGTERM or Ctrl-C to the end: all ranks finish the step, save a checkpoint, and end with exit
+    code 143 or 130. A second signal ends them at once."""
     checksums: bool = True
     """Add 8 bytes to each message, to detect damage. A damaged message ends the run with an error that names its
     sender."""
