@@ -267,16 +267,29 @@ def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            matches = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            matches = sorted(_files_below(path))
         elif path.exists():
             matches = [path]
         else:
             matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         if not matches:
-            allowed = "a folder with a file" if path.is_dir() else "a file, a folder, or a pattern that matches a file"
+            folder = "a folder with a file that is not hidden"
+            allowed = folder if path.is_dir() else "a file, a folder, or a pattern that matches a file"
             raise ConfigError(f"{key} has {pattern!r}, where there is no file; allowed: {allowed}")
         files.extend(matches)
     return files
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders without hidden ones (.git, .cache, ...); `root` may be hidden."""
+    for folder, subfolders, names in os.walk(root, onerror=_refuse_folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise ConfigError(f"text folder {error.filename}: {error.strerror}") from error
 
 
 def read_files(files: Iterable[Path], limit: int) -> Iterator[bytes]:
