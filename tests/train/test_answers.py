@@ -1,3 +1,4 @@
+import codecs
 import json
 import math
 import random
@@ -190,6 +191,12 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
         (talk(SAID), ".* the last of 1 messages is of role 'user'; all"),
         (talk(SAID, ("assistant", " ")), ".* message 2, of the assistant, is empty; allowed: text that is not empty"),
         (talk(("tool", "T"), ("assistant", "A")), ".* leaves out message 1, of role 'tool'; allowed: roles that the"),
+        (
+            {"prompt": "a", "answer": "b\ud83d"},
+            r".* answer has half an emoji or other character, '.ud83d'; allowed: wh",
+        ),
+        (talk(("user\udc00", "u"), ("assistant", "A")), ".* message 1 has half an emoji"),
+        (talk(SAID, ("assistant", "A")) | {"tools": [{"name": "\ud83d"}]}, ".* tools has half an emoji"),
         (talk(("judge", "T"), ("assistant", "A")), ".* refuses the messages: unknown role judge"),
     ]
     where = f"^{path} line 2:? ?"
@@ -203,6 +210,13 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
         ),
     )  # fmt: skip
     assert not any("\n" in text for text in texts)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path):
+    path, line = tmp_path / "samples.jsonl", b'{"prompt": "a", "answer": "b"}\r\n'
+    path.write_bytes(2 * (codecs.BOM_UTF8 + line))
+    samples, left_out = read_samples([path], limit=10**6, tokenizer=None)
+    assert ([sample.parts[0].text for sample in samples], left_out) == (["a", "a"], 0)
 
 
 def test_settings_that_contradict_each_other_and_files_taken_as_text(tmp_path: Path):

@@ -206,3 +206,14 @@ def test_a_dataset_on_disk(tmp_path: Path):
         (partial(read, "both", dataset_split="x"), ConfigError, r"data.dataset_split is 'x'; .* has: train, rest"),
         (partial(read, "."), ConfigError, r"data.dataset '.*' cannot be opened"),
     )
+
+
+@pytest.mark.parametrize("wrong", [None, ["a"], 3, {"a": "b"}], ids=repr)
+def test_a_row_of_a_dataset_that_is_no_text_is_named(tmp_path: Path, wrong: object):
+    datasets = pytest.importorskip("datasets")
+    rows = ["two", None] if wrong is None else [wrong]
+    datasets.Dataset.from_dict({"text": ["one"] * len(rows), "body": rows}).save_to_disk(tmp_path)
+    read = documents(DataConfig(dataset=str(tmp_path), column="body"))
+    with pytest.raises(ConfigError) as caught:
+        list(read)
+    assert f"data.dataset {str(tmp_path)!r} row {len(rows)}: body is {wrong!r}; allowed: text" in str(caught.value)

@@ -87,13 +87,31 @@ def read_samples(
     return samples, left_out
 
 
-def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None") -> TextSample:
+def read_record(line: bytes, where: str, allowed: str) -> Any:
+    """Parse a line of JSON; a byte order mark in front, which some editors write, is skipped.
+
+    Raises:
+        ConfigError: the line is not UTF-8 or not JSON.
+    """
     try:
-        record = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where} is not UTF-8 (byte {error.start}); allowed: {_ALLOWED}") from error
+        raise ConfigError(f"{where} is not UTF-8 (byte {error.start}); allowed: {allowed}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON ({error}); allowed: {_ALLOWED}") from error
+        raise ConfigError(f"{where} is not JSON ({error}); allowed: {allowed}") from error
+
+
+def check_characters(value: Any, where: str) -> None:
+    """Raise ConfigError if a text in a JSON value holds half a surrogate pair, which tokenizers refuse."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ConfigError(f"{where} has half an emoji or other character, {half!a}; allowed: whole ones") from error
+
+
+def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None") -> TextSample:
+    record = read_record(line, where, _ALLOWED)
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is {record!r:.60}; allowed: {_ALLOWED}")
     if "messages" in record and "prompt" not in record:
@@ -104,6 +122,7 @@ def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None"
     for key in ("prompt", *answers):
         if not isinstance(record[key], str) or not record[key].strip():
             raise ConfigError(f"{where}: {key} is {record[key]!r:.60}; allowed: {_TEXT}")
+        check_characters(record[key], f"{where}: {key}")
     return TextSample((TextPart(record["prompt"], learned=False), TextPart(record[answers[0]], learned=True)))
 
 
@@ -118,6 +137,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
             "allowed: prompt and completion, or a data.tokenizer with a chat template"
         )
     _check_messages(messages, where)
+    check_characters(record.get("tools"), f"{where}: tools")
 
     def render(count: int, *, prompt: bool = False) -> str:
         text = tokenizer.apply_chat_template(
@@ -159,6 +179,7 @@ def _check_messages(messages: Any, where: str) -> None:
     for index, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ConfigError(f"{where}: message {index} is {message!r:.60}; allowed: an object with role and content")
+        check_characters(message, f"{where}: message {index}")
         if message["role"] == "assistant" and not message["content"].strip():
             raise ConfigError(f"{where}: message {index}, of the assistant, is empty; allowed: {_TEXT}")
     if messages[-1]["role"] != "assistant" or len(messages) == 1:

@@ -223,8 +223,18 @@ def documents(data: DataConfig) -> Iterator[bytes]:
         if data.column not in rows.column_names:
             columns = ", ".join(rows.column_names)
             raise ConfigError(f"data.column is {data.column!r}; dataset {data.dataset!r} has: {columns}")
-        return (row[data.column].encode() for row in rows)
+        return _column(data, rows)
     return read_files(files_named(data.text, "data.text") if data.text else library_files(), data.max_bytes)
+
+
+def _column(data: DataConfig, rows: Any) -> Iterator[bytes]:
+    for number, row in enumerate(rows.select_columns(data.column), 1):
+        if not isinstance(text := row[data.column], str):
+            raise ConfigError(
+                f"data.dataset {data.dataset!r} row {number}: {data.column} is {text!r:.60}; allowed: text, "
+                "in a data.column without other values"
+            )
+        yield text.encode()
 
 
 def library_files() -> list[Path]:
