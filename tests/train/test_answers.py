@@ -166,7 +166,7 @@ def test_what_is_too_long_is_cut_and_said_with_numbers(tmp_path: Path):
 
 SAID = ("user", "u")
 STRICT = (
-    "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('unknown role judge') }}{% endif %}"
+    "{% for m in messages %}{% if 'judge' in m['role'] %}{{ raise_exception('unknown role ' + m['role']) }}{% endif %}"
     "{% if m['role'] != 'tool' %}{{ m['role'] + m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
 )
@@ -182,6 +182,7 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
     samples: list[tuple[Any, str]] = [
         ([1], r"is \[1\]; allowed: an object with prompt and completion"),
         ({"prompt": "a"}, "has the fields prompt; allowed: an object with prompt and completion"),
+        ({"\ud83d\x1b": 1}, r"has the fields .ud83d.x1b; allowed: an object"),
         ({"prompt": "a", "answer": "b", "completion": "c"}, "has the fields prompt, answer, completion; "),
         ({"prompt": "a", "answer": ""}, ".* answer is ''; allowed: text that is not empty"),
         ({"prompt": "a", "completion": 3}, ".* completion is 3; allowed: text that is not empty"),
@@ -198,6 +199,7 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
         (talk(("user\udc00", "u"), ("assistant", "A")), ".* message 1 has half an emoji"),
         (talk(SAID, ("assistant", "A")) | {"tools": [{"name": "\ud83d"}]}, ".* tools has half an emoji"),
         (talk(("judge", "T"), ("assistant", "A")), ".* refuses the messages: unknown role judge"),
+        (talk(("judge\x1b", "T"), ("assistant", "A")), r".* refuses the messages: unknown role judge.x1b"),
     ]
     where = f"^{path} line 2:? ?"
     texts = refused(

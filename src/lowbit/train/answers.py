@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
+from lowbit.terminal import one_line
 from lowbit.train.pretrained import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None"
         return _conversation(record, where, tokenizer)
     answers = [key for key in ("completion", "answer") if key in record]
     if "prompt" not in record or "messages" in record or len(answers) != 1:
-        raise ConfigError(f"{where} has the fields {', '.join(record) or 'none'}; allowed: {_ALLOWED}")
+        raise ConfigError(f"{where} has the fields {one_line(', '.join(record)) or 'none'}; allowed: {_ALLOWED}")
     for key in ("prompt", *answers):
         if not isinstance(record[key], str) or not record[key].strip():
             raise ConfigError(f"{where}: {key} is {record[key]!r:.60}; allowed: {_TEXT}")
@@ -151,7 +152,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
         whole = render(len(messages))
         spans = [(render(i, prompt=True), render(i + 1)) for i in answers]
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = one_line(str(error)) or type(error).__name__
         raise ConfigError(f"{where}: the chat template refuses the messages: {reason}") from error
     for index, message in enumerate(messages, 1):
         if message["role"] != "assistant" and message["content"].strip() not in whole:
