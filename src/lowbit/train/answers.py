@@ -7,7 +7,7 @@ is the input of one token and the target of the next.
 import bisect
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,7 @@ BYTE_END = 0
 """Token that ends an answer with the tokenizer "bytes"."""
 _ALLOWED = "an object with prompt and completion (or answer), or with messages"
 _TEXT = "text that is not empty"
+_TOGETHER = 1000  # samples that are encoded at once: offsets take 100 bytes for each token
 
 
 class TextPart(NamedTuple):
@@ -192,10 +193,15 @@ def _check_messages(messages: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A sample's token ids, and which of them are learned."""
+    """A sample's token ids, and which of them are learned.
+
+    Attributes:
+        splits: a prompt that is encoded without its answer ends in other ids.
+    """
 
     ids: np.ndarray
     learned: np.ndarray
+    splits: bool = False
 
     @property
     def places(self) -> int:
@@ -204,43 +210,89 @@ class Encoded:
 
 
 def encode(samples: Sequence[TextSample], tokenizer: Tokenizer) -> list[Encoded]:
-    """Encode samples; a plain one ends with the tokenizer's end-of-text token.
+    """Encode samples; a plain one begins like the tokenizer's texts and ends with its end-of-text token.
 
-    Parts are encoded one by one, because at inference the prompt is encoded without its answer.
+    The ids are those of the whole text. A token belongs to the part in which it ends: the first token of an answer is
+    learned even if it begins with the prompt's last characters.
 
     Raises:
-        ConfigError: the tokenizer has no end-of-text token.
+        ConfigError: the tokenizer has no end-of-text token, or cannot locate its tokens in a text.
     """
-    end: Any = BYTE_END
-    texts = [part.text for sample in samples for part in sample.parts]
-    begin: list[int] = []
-    if isinstance(tokenizer, ByteTokenizer):
-        encoded = iter([list(text.encode()) for text in texts])
-    else:
-        inner: Any = tokenizer.hugging_face()
-        end = inner.eos_token_id
-        if end is None and any(sample.plain for sample in samples):
-            raise ConfigError(
-                "data.tokenizer has no end-of-text token, which ends an answer; allowed: a tokenizer with one, or bytes"
-            )
-        encoded = iter(inner(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
-        if inner("a", verbose=False)["input_ids"][:1] == [inner.bos_token_id]:
-            begin = [inner.bos_token_id]
+    begin, end = _around([sample for sample in samples if sample.plain], tokenizer)
     found = []
-    for sample in samples:
-        ids: list[Any] = list(begin) if sample.plain else []
-        learned = [False] * len(ids)
-        for part in sample.parts:
-            own = next(encoded)
-            # Nothing is learned after the last end-of-text token, where templates may add text.
-            until = len(own) - own[::-1].index(end) if end in own else len(own)
-            ids += own
-            learned += [part.learned] * until + [False] * (len(own) - until)
+    for sample, (tokens, token_ends, part_ends) in zip(samples, _located(samples, tokenizer), strict=True):
+        ids, parts = np.array(tokens, np.uint32), np.searchsorted(part_ends, token_ends)
+        last = np.full(len(sample.parts), len(ids))
+        for place in np.flatnonzero(ids == end):
+            last[parts[place]] = place
+        # Nothing is learned after a part's last end-of-text token, where templates may add text.
+        learned = np.array([part.learned for part in sample.parts])[parts] & (np.arange(len(ids)) <= last[parts])
+        splits = _splits(sample, tokens, token_ends, part_ends, tokenizer)
         if sample.plain:
-            ids.append(end)
-            learned.append(True)
-        found.append(Encoded(np.array(ids, np.uint32), np.array(learned, bool)))
+            ids = np.concatenate([np.array(begin, np.uint32), ids, np.array([end], np.uint32)])
+            learned = np.concatenate([np.zeros(len(begin), bool), learned, [True]])
+        found.append(Encoded(ids, learned, splits))
     return found
+
+
+def _around(plain: Sequence[TextSample], tokenizer: Tokenizer) -> tuple[list[int], Any]:
+    """Return the ids that the tokenizer puts in front of plain samples, and its end-of-text token, if it has one."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [], BYTE_END
+    inner: Any = tokenizer.hugging_face()
+    if plain and inner.eos_token_id is None:
+        raise ConfigError(
+            "data.tokenizer has no end-of-text token, which ends an answer; allowed: a tokenizer with one, or bytes"
+        )
+    if not getattr(inner, "is_fast", False):
+        raise ConfigError(
+            f"data.tokenizer is a {type(inner).__name__}, which cannot locate its tokens in a text, and data.format is "
+            "jsonl; allowed: a folder with a tokenizer.json, or bytes"
+        )
+    if not plain:
+        return [], inner.eos_token_id
+    first = inner(plain[0].parts[0].text, return_special_tokens_mask=True, verbose=False)
+    return first["input_ids"][: [*first["special_tokens_mask"], 0].index(0)], inner.eos_token_id
+
+
+def _located(
+    samples: Sequence[TextSample], tokenizer: Tokenizer
+) -> Iterator[tuple[list[int], Sequence[int], Sequence[int]]]:
+    """Yield the ids of each sample's whole text, and where in it each token and each part ends."""
+    if isinstance(tokenizer, ByteTokenizer):
+        for sample in samples:
+            pieces = [part.text.encode() for part in sample.parts]
+            text = b"".join(pieces)
+            yield list(text), range(1, len(text) + 1), list(itertools.accumulate(map(len, pieces)))
+        return
+    inner: Any = tokenizer.hugging_face()
+    # Such an added token takes the white space after it along, but belongs where its own characters are.
+    greedy = {token for token, added in inner.added_tokens_decoder.items() if added.rstrip}
+    for first in range(0, len(samples), _TOGETHER):
+        group = samples[first : first + _TOGETHER]
+        texts = ["".join(part.text for part in sample.parts) for sample in group]
+        encoded = inner(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for sample, text, ids, spans in zip(group, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            ends = [
+                start + len(text[start:end].rstrip()) if token in greedy else end
+                for token, (start, end) in zip(ids, spans, strict=True)
+            ]
+            yield ids, ends, list(itertools.accumulate(len(part.text) for part in sample.parts))
+
+
+def _splits(
+    sample: TextSample, ids: list[int], token_ends: Sequence[int], part_ends: Sequence[int], tokenizer: Tokenizer
+) -> bool:
+    """Return whether the text before an answer has other ids if it is encoded alone."""
+    for start, part in zip(part_ends, sample.parts[1:], strict=False):
+        before = bisect.bisect_right(token_ends, start)
+        # A gap is either the beginning of a token that ends in the answer, or white space that the tokenizer drops.
+        if part.learned and start > (token_ends[before - 1] if before else 0):
+            text = "".join(part.text for part in sample.parts)[:start]
+            assert not isinstance(tokenizer, ByteTokenizer), "no token has characters of two parts"
+            if tokenizer.hugging_face()(text, add_special_tokens=False, verbose=False)["input_ids"] != ids[:before]:
+                return True
+    return False
 
 
 class Answers:

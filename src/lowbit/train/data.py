@@ -156,8 +156,14 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
             f"{count} of {len(samples) + len(held_out)} conversations are learned for their last answer only: "
             "the chat template writes earlier answers differently"
         )
-    train, cut = fit(encode(samples, tokenizer), data.sequence)
-    evaluated, too_long = fit_held_out(encode(held_out, tokenizer), data.sequence)
+    encoded, encoded_held_out = encode(samples, tokenizer), encode(held_out, tokenizer)
+    if count := sum(sample.splits for sample in (*encoded, *encoded_held_out)):
+        notes.append(
+            f"{count} of {len(samples) + len(held_out)} samples have an answer that begins inside a token, such as a "
+            "word whose space ends the prompt: the prompt alone is encoded differently; move such spaces to answers"
+        )
+    train, cut = fit(encoded, data.sequence)
+    evaluated, too_long = fit_held_out(encoded_held_out, data.sequence)
     loaded = Data(
         train=Answers(train, data.sequence, packing=data.packing),
         held_out=Answers(evaluated, data.sequence, packing=data.packing),
