@@ -118,7 +118,8 @@ class DataConfig:
     packing: bool = True
     """Put several samples into a window if `format` is jsonl, without attention between them. false: one in each."""
     text: tuple[str, ...] = ()
-    """Files, folders or glob patterns to train on. If omitted without `dataset`, Python's standard library."""
+    """Files, folders or glob patterns to train on. Hidden files and folders in a folder are left out. If omitted
+    without `dataset`, Python's standard library."""
     dataset: str = ""
     """Instead of `text`: a folder written by `datasets.save_to_disk`, or a name on the Hugging Face Hub."""
     dataset_config: str = ""

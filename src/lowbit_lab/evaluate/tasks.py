@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
-import json
 import logging
 import math
 import re
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
+from lowbit.train.answers import check_characters, read_record
 from lowbit_lab.evaluate import loading
 from lowbit_lab.evaluate.settings import FILE_TASKS, EvaluationConfig
 
@@ -96,11 +96,9 @@ def _lines(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 where = f"{task} line {number}"
                 if len(line) > _LINE_BYTES:
                     raise ConfigError(f"{where} has more than {_LINE_BYTES} bytes; allowed: a question on each line")
-                try:
-                    fields = json.loads(line.decode("utf-8"))
-                    json.dumps(fields, ensure_ascii=False).encode()  # fails for half a surrogate pair, as tokenizers do
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{where} is not JSON ({error}); allowed: an object on each line") from error
+                fields = read_record(line, where, "an object on each line")
+                for key, value in fields.items() if isinstance(fields, dict) else ():
+                    check_characters(value, f"{where}: {key}")
                 yield where, fields
 
 

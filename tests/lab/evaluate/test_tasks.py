@@ -1,5 +1,6 @@
 """Zero-shot tasks from local files: their formats, scores by hand and next to lm-eval's, and what is refused."""
 
+import codecs
 import dataclasses
 import json
 import math
@@ -43,6 +44,8 @@ def test_formats_of_hub_and_publisher_are_the_same_questions(name: str, tmp_path
     assert read_questions(name, str(write(tmp_path, "own", published))) == lines
     assert read_questions(name, str(tmp_path / "own.jsonl"), 1) == lines[:1]
     assert len(lines) == len(hub)
+    (tmp_path / "own.jsonl").write_bytes(codecs.BOM_UTF8 + (tmp_path / "own.jsonl").read_bytes())
+    assert read_questions(name, str(tmp_path / "own.jsonl")) == lines
 
 
 def test_prompts_are_those_of_lm_eval_word_for_word(tmp_path: Path):
@@ -197,7 +200,11 @@ WRONG: list[tuple[str, Records, str]] = [
     ("winogrande", changed(WINOGRANDE[0], option2=" "), "(' ' instead of a text that is not empty)"),
     ("boolq", changed(BOOLQ[0], label=-1), "(-1 is not in list)"),
     ("boolq", [{**BOOLQ[0], "passage": None}], "(None instead of a text that is not empty)"),
-    ("boolq", changed(BOOLQ[0], passage="\ud800"), "line 1 is not JSON ('utf-8' codec can't encode"),
+    (
+        "boolq",
+        changed(BOOLQ[0], passage="\ud800"),
+        "line 1: passage has half an emoji or other character, '\\ud800'; all",
+    ),
     ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 is not a valid question of boolq (no 'label')"),
 ]
 
