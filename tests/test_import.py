@@ -44,7 +44,9 @@ PUBLIC = {
         "Calibration CalibrationError Drift Installed LowBitRowwiseParallel ModelSum SumSettings Thresholds "
         "Traffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"
     ),
-    "lowbit.train": ("ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"),
+    "lowbit.train": (
+        "ConfigError LaunchError StepMetrics StoppedError Summary TrainConfig from_mapping load run train"
+    ),
     "lowbit.wire": "",
 }
 

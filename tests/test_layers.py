@@ -9,24 +9,24 @@ import re
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-_BOUNDARY = {"collectives", "wire", "codecs"}
-_RECIPE = _BOUNDARY | {"terminal", "config", "pipeline", "gradients", "activations"}
+_BOUNDARY = {"collectives", "wire", "codecs", "terminal"}
+_RECIPE = _BOUNDARY | {"config", "pipeline", "gradients", "activations"}
 MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
     "kernels": set(),
     "config": {"terminal"},
     "report": {"terminal", "config"},
-    "codecs": {"kernels"},
+    "codecs": {"kernels", "terminal"},
     "wire": {"terminal"},
     "job": {"wire", "config", "terminal"},
-    "collectives": {"wire", "codecs"},
+    "collectives": {"wire", "codecs", "terminal"},
     "pipeline": _BOUNDARY,
     "gradients": _BOUNDARY,
     "tensor_parallel": _BOUNDARY,
-    "activations": {"codecs", "kernels"},
+    "activations": {"codecs", "kernels", "terminal"},
     "integrations": _RECIPE | {"tensor_parallel"},
     "train": _RECIPE | {"job", "integrations", "report", "simulate"},
-    "simulate": {"codecs", "kernels"},
+    "simulate": {"codecs", "kernels", "terminal"},
     "plan": _RECIPE | {"report", "train", "simulate"},
     "doctor": {"codecs", "config", "job", "plan", "report", "terminal", "train", "wire"},
     "cli": _RECIPE | {"job", "report", "train", "plan", "doctor"},

@@ -9,7 +9,7 @@ encoded. It keeps all other Unicode.
   standard error, including tracebacks.
 - `console()` is for tables, colors and progress. It filters their text, ignores markup in it, and adds its own colors
   after the filter.
-- `one_line()` and `printable()` are for foreign text in errors.
+- `one_line()` and `printable()` are for foreign text in errors, `shown()` for values, which can be whole models.
 
 This module imports nothing heavy, since every command begins with it.
 """
@@ -50,6 +50,11 @@ def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
     """Put at most `most` characters of the text on one line, escaped as by `printable`."""
     text = " ".join(text[: 2 * most].split())
     return printable(text if len(text) <= most else f"{text[:most]} ...")
+
+
+def shown(value: object, most: int = 300) -> str:
+    """Show a value in an error: its `repr` on one line of at most `most` characters, such as of a whole model."""
+    return one_line(repr(value), most)
 
 
 def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:

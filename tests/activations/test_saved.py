@@ -303,6 +303,26 @@ def test_logits_are_saved_in_16_bits(dtype: torch.dtype, kwargs: Any, chunk: int
     assert saved[dtype] == 2 * PLACES * WORDS
 
 
+@pytest.mark.parametrize("ignored", [-100, 7])
+def test_targets_may_be_bytes(ignored: int):
+    """156 is -100 as a byte, but not ignored."""
+    target = torch.arange(8, 200, 4, dtype=torch.uint8)
+    target[:5] = 7
+    assert 156 in target
+    model = Runs(
+        lambda self, x: functional.cross_entropy((x * self.scale).bfloat16().float(), target, ignore_index=ignored),
+        scale=nn.Parameter(torch.ones(200)),
+    )
+    grads = []
+    for each in (model, copy.deepcopy(model)):
+        if each is not model:
+            compress_saved_(nn.ModuleList([each, nn.Linear(4, 4)]))
+        x = torch.linspace(-4, 4, 200 * len(target)).view(-1, 200).requires_grad_()
+        each(x).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-2, atol=1e-7)
+
+
 @pytest.mark.parametrize("kwargs", [{"label_smoothing": 0.1}, {"reduction": "none"}, {"weight": torch.ones(WORDS)}, {}])
 def test_other_losses_and_logits_are_pytorchs(kwargs: Any):
     saved, losses, grads = both(loss_model(torch.bfloat16 if kwargs else torch.float32, **kwargs))

@@ -131,6 +131,24 @@ def test_shapes_that_share_what_a_codec_keeps():
     assert torch.equal(again.encode(0, StepKind(), 0, x), fresh.encode(0, StepKind(), 0, x))
 
 
+def test_a_tensor_too_short_for_a_set_rate_is_refused_first_and_sent_as_it_is_later():
+    """As the last, smaller batch of an evaluation is; sent plainly, it leaves the basis as it was."""
+    codec, large, small = TransformQuant(bits=2.0), torch.Size((4, 64, 64)), torch.Size((1, 8, 64))
+    with pytest.raises(ValueError, match=r"bits is 2, .* messages of \(1, 8, 64\); allowed: at least"):
+        lane(codec, (small, torch.float32))
+    sender, receiver = lane(codec, (large, torch.float32)), lane(codec, (large, torch.float32))
+    pass_on(sender, receiver, StepKind(), 0, torch.randn(large))
+    for dtype in (torch.float32, torch.bfloat16):
+        for end in (sender, receiver):
+            ready(end, (small, dtype))
+        x = torch.randn(small).to(dtype)
+        assert sender.nbytes(0, StepKind(), 0) == x.nbytes
+        assert torch.equal(pass_on(sender, receiver, StepKind(), 0, x), x)
+    assert sender.facts([(small, torch.float32)]) == receiver.facts([(small, torch.float32)])
+    [state] = receiver.states.state_dict().values()
+    assert state["messages"] == 1
+
+
 AUTO = TransformQuant(bits="auto")
 SETTLING = StepKind.numbered(4, 5)
 

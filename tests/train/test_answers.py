@@ -1,3 +1,4 @@
+import codecs
 import json
 import math
 import random
@@ -165,7 +166,7 @@ def test_what_is_too_long_is_cut_and_said_with_numbers(tmp_path: Path):
 
 SAID = ("user", "u")
 STRICT = (
-    "{% for m in messages %}{% if m['role'] == 'judge' %}{{ raise_exception('unknown role judge') }}{% endif %}"
+    "{% for m in messages %}{% if 'judge' in m['role'] %}{{ raise_exception('unknown role ' + m['role']) }}{% endif %}"
     "{% if m['role'] != 'tool' %}{{ m['role'] + m['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
 )
@@ -181,6 +182,7 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
     samples: list[tuple[Any, str]] = [
         ([1], r"is \[1\]; allowed: an object with prompt and completion"),
         ({"prompt": "a"}, "has the fields prompt; allowed: an object with prompt and completion"),
+        ({"\ud83d\x1b": 1}, r"has the fields .ud83d.x1b; allowed: an object"),
         ({"prompt": "a", "answer": "b", "completion": "c"}, "has the fields prompt, answer, completion; "),
         ({"prompt": "a", "answer": ""}, ".* answer is ''; allowed: text that is not empty"),
         ({"prompt": "a", "completion": 3}, ".* completion is 3; allowed: text that is not empty"),
@@ -190,7 +192,14 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
         (talk(SAID), ".* the last of 1 messages is of role 'user'; all"),
         (talk(SAID, ("assistant", " ")), ".* message 2, of the assistant, is empty; allowed: text that is not empty"),
         (talk(("tool", "T"), ("assistant", "A")), ".* leaves out message 1, of role 'tool'; allowed: roles that the"),
+        (
+            {"prompt": "a", "answer": "b\ud83d"},
+            r".* answer has half an emoji or other character, '.ud83d'; allowed: wh",
+        ),
+        (talk(("user\udc00", "u"), ("assistant", "A")), ".* message 1 has half an emoji"),
+        (talk(SAID, ("assistant", "A")) | {"tools": [{"name": "\ud83d"}]}, ".* tools has half an emoji"),
         (talk(("judge", "T"), ("assistant", "A")), ".* refuses the messages: unknown role judge"),
+        (talk(("judge\x1b", "T"), ("assistant", "A")), r".* refuses the messages: unknown role judge.x1b"),
     ]
     where = f"^{path} line 2:? ?"
     texts = refused(
@@ -203,6 +212,13 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
         ),
     )  # fmt: skip
     assert not any("\n" in text for text in texts)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path):
+    path, line = tmp_path / "samples.jsonl", b'{"prompt": "a", "answer": "b"}\r\n'
+    path.write_bytes(2 * (codecs.BOM_UTF8 + line))
+    samples, left_out = read_samples([path], limit=10**6, tokenizer=None)
+    assert ([sample.parts[0].text for sample in samples], left_out) == (["a", "a"], 0)
 
 
 def test_settings_that_contradict_each_other_and_files_taken_as_text(tmp_path: Path):

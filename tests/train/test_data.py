@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
-from lowbit.train.data import Order, Windows, capped, documents, library_files, load_data
+from lowbit.train.data import Order, Windows, capped, documents, files_named, library_files, load_data
 from lowbit.train.folder import RunFolder
 from lowbit.train.pretrained import ByteTokenizer, load_tokenizer
 from tests.refused import refused
@@ -146,12 +146,36 @@ def test_files_folders_and_patterns(tmp_path: Path, names: list[str], expected: 
     assert list(documents(DataConfig(text=tuple(str(tmp_path / name) for name in names)))) == expected
 
 
+def test_hidden_files_and_folders_of_a_folder_are_no_text(tmp_path: Path):
+    """A clone's .git, the .cache of a download, and compiled Python; but a user may name a hidden folder itself."""
+    root = tmp_path / ".data" / "notes"
+    left_out = (".git/objects/ab/c", ".cache/huggingface/CACHEDIR.TAG", "b/.git", "b/.cache/x.txt", "b/__pycache__/y")
+    for name in ("1.txt", "b/2.txt", "b/c..d/3.txt", *left_out):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "4.txt").symlink_to(root / "b/.cache/x.txt")  # as snapshots of the Hub's cache point to blobs
+    (root / "gone.txt").symlink_to(root / "nowhere")
+    expected = [root / name for name in ("1.txt", "4.txt", "b/2.txt", "b/c..d/3.txt")]
+    assert files_named((str(root),), "data.text") == expected
+    (tmp_path / "link").symlink_to(root)
+    for same in (tmp_path / "link", root / "b" / ".."):
+        assert [path.resolve() for path in files_named((str(same),), "t")] == [path.resolve() for path in expected]
+    assert files_named((str(root / ".cache/huggingface"),), "t") == [root / ".cache/huggingface/CACHEDIR.TAG"]
+    (tmp_path / "empty" / ".git").mkdir(parents=True)
+    (tmp_path / "empty" / ".git" / "HEAD").touch()
+    with pytest.raises(ConfigError, match=r"data\.text has .*empty.*allowed: a folder with a file that is not hidden"):
+        files_named((str(tmp_path / "empty"),), "data.text")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file_is_named(tmp_path: Path):
     (text,) = _text(tmp_path, 1)
     Path(text).chmod(0)
     with pytest.raises(ConfigError, match=r"1\.txt: Permission denied"):
         list(documents(DataConfig(text=(text,))))
+    Path(text).parent.joinpath("closed").mkdir(mode=0)
+    with pytest.raises(ConfigError, match=r"text folder .*closed: Permission denied"):
+        files_named((str(tmp_path),), "data.text")
 
 
 def test_the_default_is_the_standard_library_and_always_the_same():
@@ -182,3 +206,14 @@ def test_a_dataset_on_disk(tmp_path: Path):
         (partial(read, "both", dataset_split="x"), ConfigError, r"data.dataset_split is 'x'; .* has: train, rest"),
         (partial(read, "."), ConfigError, r"data.dataset '.*' cannot be opened"),
     )
+
+
+@pytest.mark.parametrize("wrong", [None, ["a"], 3, {"a": "b"}], ids=repr)
+def test_a_row_of_a_dataset_that_is_no_text_is_named(tmp_path: Path, wrong: object):
+    datasets = pytest.importorskip("datasets")
+    rows = ["two", None] if wrong is None else [wrong]
+    datasets.Dataset.from_dict({"text": ["one"] * len(rows), "body": rows}).save_to_disk(tmp_path)
+    read = documents(DataConfig(dataset=str(tmp_path), column="body"))
+    with pytest.raises(ConfigError) as caught:
+        list(read)
+    assert f"data.dataset {str(tmp_path)!r} row {len(rows)}: body is {wrong!r}; allowed: text" in str(caught.value)

@@ -17,7 +17,7 @@ from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
 from lowbit.wire.mailbox import Expected, Mailbox
 from tests.processes import Ranks
-from tests.train.runs import again, curve, tiny
+from tests.train.runs import RESUME, again, curve, tiny
 
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
 
@@ -176,6 +176,28 @@ def test_a_goal_that_cannot_be_met_is_said_and_training_continues(ranks: Ranks, 
     assert set(bits(chosen).values()) == {16.0}
     assert not checks[-1].reached
     assert str(checks[-1]).endswith("at the most bits: it cannot be met; training continues with these")
+
+
+def _held_out_losses(config: TrainConfig) -> tuple[float | None, float | None]:
+    summary = train(config)
+    return summary.held_out_loss, summary.held_out_loss_codecs
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_last_batch_may_be_too_small_for_a_set_rate(ranks: Ranks, tmp_path: Path, resumed: bool) -> None:
+    """A run that resumes after its last step evaluates before it trains."""
+    data = {"sequence": 64, "batch": 8, "held_out_share": 0.103}
+    pipeline = {"forward": "TransformQuant(bits=1.7)", "backward": "TransformQuant()", "microbatches": 2}
+    config = tiny(tmp_path, data=data, pipeline=pipeline, run={"eval_batches": 0, "checkpoint_every": 3})
+    held_out = len(prepare(config, ranks=2).data.held_out)
+    assert held_out % 8 == 1, "one window is left over"
+    with pytest.raises(ValueError, match="allowed: at least"):
+        parse("TransformQuant(bits=1.7)").nbytes((1, 64, 32))
+    outcomes = ranks.run(_held_out_losses, config, timeout=LIMIT)
+    if resumed:
+        assert ranks.run(_held_out_losses, again(config, run=RESUME), timeout=LIMIT) == outcomes
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1] == pytest.approx(outcomes[0][0], abs=0.2)
 
 
 def compiled(config: TrainConfig) -> set[int]:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lowbit.activations.counting import note
 from lowbit.codecs import Codec
 from lowbit.codecs.checks import FLOATS
+from lowbit.terminal import shown
 
 log = logging.getLogger(__name__)
 MARK = "_lowbit_checkpointed"
@@ -48,7 +49,7 @@ def checkpoint_(layer: nn.Module, *, codec: Codec | None = None, name: str = "")
     """
     if is_checkpointed(layer) or getattr(layer, "gradient_checkpointing", False):
         raise ValueError(
-            f"layer {name!r} is checkpointed already; allowed: restore_(model), and "
+            f"layer {shown(name)} is checkpointed already; allowed: restore_(model), and "
             "model.gradient_checkpointing_disable() of Hugging Face, first"
         )
     own = layer.forward

@@ -320,7 +320,8 @@ def cross_entropy(
         if narrow is None:
             return NotImplemented
         loss = functional.cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
-    return CrossEntropyFunction.apply(input, loss, narrow, target, ignore_index, reduction)
+    # As int64: PyTorch also takes bytes, which nothing else can be indexed with, and of which -100 would be 156.
+    return CrossEntropyFunction.apply(input, loss, narrow, target.long(), ignore_index, reduction)
 
 
 def _narrow(x_RV: Tensor) -> Tensor | None:

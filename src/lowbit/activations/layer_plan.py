@@ -19,6 +19,7 @@ from lowbit.activations.saved import Compressed, check_new, compress
 from lowbit.activations.structure import linear_like, norm_like
 from lowbit.codecs import Codec, StatefulCodec, parse
 from lowbit.codecs.checks import check_int
+from lowbit.terminal import shown
 
 FORMAT, VERSION = "lowbit plan of saved activations", 3
 PLANNED = ("norm", "mlp", "linear")
@@ -54,9 +55,11 @@ class LayerChoice:
         LayerAware(**self.bits)
         for name, allowed in (("checkpoint", bool), ("input", str)):
             if type(getattr(self, name)) is not allowed:
-                raise TypeError(f"{name} is {getattr(self, name)!r}; allowed: {allowed.__name__}")
+                raise TypeError(f"{name} is {shown(getattr(self, name))}; allowed: {allowed.__name__}")
         if self.input and not self.checkpoint:
-            raise ValueError(f"input is {self.input!r} of a layer that is not checkpointed; allowed: checkpoint=True")
+            raise ValueError(
+                f"input is {shown(self.input)} of a layer that is not checkpointed; allowed: checkpoint=True"
+            )
         _ = self.codec
 
     @property
@@ -64,7 +67,7 @@ class LayerChoice:
         """The format of the input; None: unchanged."""
         codec = parse(self.input) if self.input else None
         if isinstance(codec, StatefulCodec):
-            raise ValueError(f"input is {self.input!r}, a format with state; allowed: formats without")
+            raise ValueError(f"input is {shown(self.input)}, a format with state; allowed: formats without")
         return codec
 
     @property
@@ -123,13 +126,15 @@ class LayerPlan:
         object.__setattr__(self, "made_for", dict(self.made_for))
         for choice in (*self.rest, *(choice for stage in self.stages for choice in stage)):
             if not isinstance(choice, LayerChoice):
-                raise TypeError(f"stages has {choice!r}; allowed: LayerChoice")
+                raise TypeError(f"stages has {shown(choice)}; allowed: LayerChoice")
         if len(self.rest) != len(self.stages) or any(choice.checkpoint for choice in self.rest):
             raise ValueError(f"rest is {self.rest}; allowed: bits alone, for each of {len(self.stages)} stages")
         LayerAware(group=self.group)
         for name, value in self.made_for.items():
             if not isinstance(value, str | int | float | None) or len(f"{name}{value}") > _MOST_CHARACTERS:
-                raise ValueError(f"made_for[{name!r}] is {value!r}; allowed: a short text, a number, a boolean or None")
+                raise ValueError(
+                    f"made_for[{name!r}] is {shown(value)}; allowed: a short text, a number, a boolean or None"
+                )
 
     @classmethod
     def by_stage(cls, bits: Sequence[Mapping[str, Any]], *, layers: Sequence[int], group: int = 64) -> "LayerPlan":
@@ -141,7 +146,7 @@ class LayerPlan:
         """
         for stage, each in enumerate(bits):
             if each.keys() != set(PLANNED):
-                raise ValueError(f"bits[{stage}] is {each!r}; allowed: bits for {', '.join(PLANNED)}")
+                raise ValueError(f"bits[{stage}] is {shown(each)}; allowed: bits for {', '.join(PLANNED)}")
         choices = tuple(LayerChoice(attention=WHOLE, **{kind: each[kind] for kind in PLANNED}) for each in bits)
         stages = tuple((choice,) * count for choice, count in zip(choices, layers, strict=True))
         return cls(stages=stages, rest=choices, group=group)
@@ -290,7 +295,7 @@ def _choices(values: Any) -> tuple[LayerChoice, ...]:
     names = {f.name for f in fields(LayerChoice)}
     for each in values if isinstance(values, list) else [values]:
         if not isinstance(each, dict) or each.keys() != names:
-            raise ValueError(f"a layer is {each!r}; allowed: {', '.join(sorted(names))}")
+            raise ValueError(f"a layer is {shown(each)}; allowed: {', '.join(sorted(names))}")
     return tuple(LayerChoice(**each) for each in values)
 
 

@@ -19,6 +19,7 @@ from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.group_int.reference import group_int_layout
 from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
+from lowbit.terminal import shown
 
 MORE = 4
 """Bits of the remainder."""
@@ -249,13 +250,13 @@ class LayerAware:
             if getattr(self, kind) is not None:
                 check_format(kind, getattr(self, kind))
         if not isinstance(self.outliers, bool):
-            raise TypeError(f"outliers is {self.outliers!r}; allowed: True or False")
+            raise TypeError(f"outliers is {shown(self.outliers)}; allowed: True or False")
         check_int("smallest", self.smallest, 0, 1 << 60)
         if not isinstance(self.layers, Mapping):
-            raise TypeError(f"layers is {self.layers!r}; allowed: a mapping from names to bits")
+            raise TypeError(f"layers is {shown(self.layers)}; allowed: a mapping from names to bits")
         for pattern, bits in self.layers.items():
             if not isinstance(pattern, str) or not pattern:
-                raise TypeError(f"layers has {pattern!r}; allowed: names of modules, or patterns")
+                raise TypeError(f"layers has {shown(pattern)}; allowed: names of modules, or patterns")
             check_format(f"layers[{pattern!r}]", bits)
         object.__setattr__(self, "layers", dict(self.layers))
 
@@ -312,7 +313,8 @@ class LayerAware:
             if not any(_matches(name, pattern) for name in names):
                 some = ", ".join(list(names)[:6])
                 raise ValueError(
-                    f"layers has {pattern!r}, which matches none of the modules that can be compressed: {some}, ..."
+                    f"layers has {shown(pattern)}, which matches none of the modules that can be compressed: "
+                    f"{some}, ..."
                 )
 
 
@@ -346,7 +348,8 @@ def check_format(name: str, value: object) -> None:
     if isinstance(value, Codec):
         if not isinstance(value, Summable) or value.shaped or value.grain != 1:
             raise TypeError(
-                f"{name} is {value!r}; allowed: bits, or a codec without state for any shape, such as BlockFloat8()"
+                f"{name} is {shown(value)}; allowed: bits, or a codec without state for any shape, such as "
+                "BlockFloat8()"
             )
         return
     if value == WHOLE and type(value) is int:
@@ -354,4 +357,4 @@ def check_format(name: str, value: object) -> None:
     try:
         check_int(name, value, 2, 8)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} is {value!r}; allowed: 2 to 8, or {WHOLE} (uncompressed)") from None
+        raise type(error)(f"{name} is {shown(value)}; allowed: 2 to 8, or {WHOLE} (uncompressed)") from None

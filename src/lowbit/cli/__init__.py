@@ -23,7 +23,7 @@ def main(
         command: runs the words.
 
     Raises:
-        SystemExit: 2 for a wrong value, file or installation, 1 for a run that failed.
+        SystemExit: 2 for a wrong value, file or installation, 1 for a run that failed, 130 or 143 for an interruption.
     """
     # PyTorch writes pages of stack traces when a store ends or does not answer; our errors name the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -55,8 +55,8 @@ USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 def one_line_errors(traceback: bool) -> Iterator[None]:
     """Turn an expected error into one line and an exit code.
 
-    A wrong value, a bad file or a missing extra exits with 2, a failed run with 1, Ctrl-C with 130. Anything else is a
-    bug in lowbit and keeps its traceback.
+    A wrong value, a bad file or a missing extra exits with 2, a failed run with 1, Ctrl-C with 130, a run that SIGTERM
+    ended with 143. Anything else is a bug in lowbit and keeps its traceback.
 
     Args:
         traceback: let every error through.
@@ -84,6 +84,8 @@ def one_line_errors(traceback: bool) -> Iterator[None]:
 
 def exit_code(error: Exception) -> int | None:
     """Return the exit code of an error; None for a bug in lowbit."""
+    if getattr(error, "interrupted", False):
+        return getattr(error, "code", FAILURE)
     if isinstance(error, ModuleNotFoundError):
         return USAGE if _extra(error) else None
     if isinstance(error, ConnectionError | ChildProcessError | TimeoutError):

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.operators import FLOATS
+from lowbit.terminal import shown
 
 
 def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) -> None:
     """Raise unless `value` is an int (not a bool) in [low, high], and a multiple of `multiple`."""
     allowed = f"{low} to {high}" + (f", multiples of {multiple}" if multiple > 1 else "")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; allowed: an integer from {allowed}")
+        raise TypeError(f"{name} is {shown(value)}; allowed: an integer from {allowed}")
     if not low <= value <= high or value % multiple:
         raise ValueError(f"{name} is {value}; allowed: {allowed}")
 
@@ -20,13 +21,13 @@ def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
 
 
 def check_timeout(timeout: object) -> None:
     """Raise unless it is a number of seconds that Gloo can wait: it takes 0 ms for no limit, and centuries overflow."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds from 0.001 to 1e9")
+        raise TypeError(f"timeout is {shown(timeout)}; allowed: a number of seconds from 0.001 to 1e9")
     if not 0.001 <= timeout <= 1e9:
         raise ValueError(f"timeout is {timeout}; allowed: a number of seconds from 0.001 to 1e9")
 
@@ -34,7 +35,7 @@ def check_timeout(timeout: object) -> None:
 def check_dtype(dtype: torch.dtype) -> None:
     """Raise unless it is a dtype that codecs take."""
     if dtype not in FLOATS:
-        raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+        raise TypeError(f"dtype is {shown(dtype)}; allowed: {', '.join(map(str, FLOATS))}")
 
 
 def check_float(name: str, x: Tensor) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import backward_codec
+from lowbit.terminal import shown
 
 PAIR = " / "
 """Separates the formats of activations and gradients in a name for both."""
@@ -85,7 +86,7 @@ def parse(text: str) -> Codec:
         ValueError: an unknown name, or a form that cannot be read; arguments raise what the codec raises.
     """
     if successor := REMOVED.get(text.partition("(")[0].strip()):
-        raise ValueError(f"codec is {text!r}, which was removed; allowed: {successor}")
+        raise ValueError(f"codec is {shown(text)}, which was removed; allowed: {successor}")
     try:
         node = ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -95,19 +96,19 @@ def parse(text: str) -> Codec:
     factory = named(text)
     if factory is None and text.startswith("feature-int"):
         raise ValueError(
-            f"codec is {text!r}, which needs calibrated ranges; allowed: a codec that does not, or for the sums of "
-            "tensor-parallel ranks a calibration (lowbit calibrate)"
+            f"codec is {shown(text)}, which needs calibrated ranges; allowed: a codec that does not, or for the sums "
+            "of tensor-parallel ranks a calibration (lowbit calibrate)"
         )
     if factory is None:
         if close := difflib.get_close_matches(text.lower(), [*_short_names(), *_class_names()], n=2, cutoff=0.8):
-            raise ValueError(f"codec is {text!r}; did you mean {' or '.join(close)}?")
+            raise ValueError(f"codec is {shown(text)}; did you mean {' or '.join(close)}?")
         raise ValueError(
-            f"codec is {text!r}; allowed: {', '.join(_short_names())}, "
+            f"codec is {shown(text)}; allowed: {', '.join(_short_names())}, "
             f"or one of {', '.join(_class_names())} with its arguments, such as GroupInt(bits=6, group=32)"
         )
     codec = factory()
     if not isinstance(codec, Codec):
-        raise ValueError(f"codec is {text!r}, which gives {codec!r}; allowed: names of codecs")
+        raise ValueError(f"codec is {shown(text)}, which gives {codec!r}; allowed: names of codecs")
     return codec
 
 
@@ -123,18 +124,18 @@ def _build(node: ast.Call, text: str) -> Codec:
     name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
     factory = named(name) if name.isidentifier() else None
     if not isinstance(factory, type) or not issubclass(factory, Codec) or node.args:
-        raise ValueError(f"codec is {text!r}; allowed: {', '.join(_class_names())} with keyword arguments")
+        raise ValueError(f"codec is {shown(text)}; allowed: {', '.join(_class_names())} with keyword arguments")
     parameters = inspect.signature(factory).parameters
     known, any_name = list(parameters), any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for argument in (keyword.arg or "**" for keyword in node.keywords):
         if argument not in known and not any_name:
             close = difflib.get_close_matches(argument, known, n=1)
             advice = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
-            raise ValueError(f"codec is {text!r}: {name} has no argument {argument!r}; {advice}")
+            raise ValueError(f"codec is {shown(text)}: {name} has no argument {argument!r}; {advice}")
     try:
         return factory(**{str(keyword.arg): _value(keyword.value, text) for keyword in node.keywords})
     except TypeError as error:
-        raise ValueError(f"codec is {text!r}: {error}") from error
+        raise ValueError(f"codec is {shown(text)}: {error}") from error
 
 
 def _value(node: ast.expr, text: str) -> object:
@@ -145,7 +146,7 @@ def _value(node: ast.expr, text: str) -> object:
     try:
         return ast.literal_eval(node)
     except ValueError as error:
-        raise ValueError(f"codec is {text!r}: cannot read {ast.unparse(node)!r}") from error
+        raise ValueError(f"codec is {shown(text)}: cannot read {ast.unparse(node)!r}") from error
 
 
 Factory = Callable[..., Any]
@@ -207,7 +208,7 @@ def _loaded(point: EntryPoint) -> Factory:
         raise ValueError(f"{_described(point)} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(loaded):
         raise ValueError(
-            f"{_described(point)} is {loaded!r}; allowed: a codec class, or a function that returns a codec"
+            f"{_described(point)} is {shown(loaded)}; allowed: a codec class, or a function that returns a codec"
         )
     if inspect.isclass(loaded) and loaded.__name__ in classes():
         raise ValueError(f"{_described(point)} has the name of one of lowbit's own codecs; allowed: another name")

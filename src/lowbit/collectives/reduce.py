@@ -17,6 +17,7 @@ from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL, Put, Shards, Take
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
 from lowbit.collectives.exchange import PayloadExchange
+from lowbit.terminal import shown
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import check_checksums, sealed_bytes
 from lowbit.wire.pytorch import plain
@@ -33,7 +34,7 @@ def described(x: Tensor) -> str:
 def check_summable(codec: object) -> Summable:
     """Return the codec if it can encode flat pieces of any tensor in any order; otherwise raise a TypeError."""
     if not isinstance(codec, Codec):
-        raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
+        raise TypeError(f"codec is {shown(codec)}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
     if not isinstance(codec, Summable) or codec.shaped:
         reason = "keeps state between messages" if codec.stateful else "is made for the tokens of activations"
         raise TypeError(

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from lowbit.terminal import printable, suggestion
+from lowbit.terminal import printable, shown, suggestion
 
 _KINDS = {
     int: ["an integer"],
@@ -231,7 +231,7 @@ def build(cls: type[_Class], values: Any, where: str = "", base: Any = None) -> 
     """
     if not isinstance(values, Mapping):
         allowed = f"a section, [{where}]" if where else "a mapping of sections"
-        raise ConfigError(f"{where or 'a configuration'} is {values!r}; allowed: {allowed}")
+        raise ConfigError(f"{where or 'a configuration'} is {shown(values)}; allowed: {allowed}")
     settings = settings_of(cls)
     given: dict[str, Any] = {}
     for key, value in values.items():
@@ -267,7 +267,7 @@ def _prepared(value: Any, hint: Any, where: str) -> Any:
     items = tuple(value) if isinstance(value, list | tuple) else (value,)
     for item in items:
         if isinstance(item, str) and "\0" in item:
-            raise ConfigError(f"{where} is {value!r}; allowed: text without null bytes")
+            raise ConfigError(f"{where} is {shown(value)}; allowed: text without null bytes")
         if isinstance(item, int) and not -(2**63) <= item < 2**63:
             raise ConfigError(f"{where} takes {item.bit_length() + 1} bits; allowed: integers of 64 bits")
     if (element := element_of(hint)) is None:
@@ -291,7 +291,7 @@ def _in_one_line(
     allowed = range_of(hint) if all(out_of_range) else kind_of(hint)
     if any(out_of_range) and not all(out_of_range):  # a number, of a union with other types
         allowed += f", {range_of(hint)}"
-    return ConfigError(f"{prefix}{key} is {values[key]!r}; allowed: {allowed}")
+    return ConfigError(f"{prefix}{key} is {shown(values[key])}; allowed: {allowed}")
 
 
 _WIDTH = 80

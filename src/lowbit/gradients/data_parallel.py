@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives import reduce
+from lowbit.terminal import shown
 from lowbit.wire.pytorch import is_known, plain
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
@@ -57,7 +58,7 @@ def all_reduce_hook(
     reduce.check_flat(codec)
     reduce.check_call(codec, algorithm=algorithm, small=small, timeout=timeout, checksums=checksums)
     if not isinstance(error_feedback, bool):
-        raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
+        raise TypeError(f"error_feedback is {shown(error_feedback)}; allowed: True or False")
     own = group
     if is_known(members):
         # Only the members synchronize: other ranks may be making other groups at the same time.

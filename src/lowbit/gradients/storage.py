@@ -33,6 +33,7 @@ from lowbit.gradients.stored import (
     sums_of,
     total,
 )
+from lowbit.terminal import shown
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.pytorch import plain
@@ -187,7 +188,7 @@ class GradientStorage:
     def __init__(self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None) -> None:
         codec = BlockFloat8() if codec is None else codec
         if not isinstance(codec, Summable):
-            raise TypeError(f"codec is {codec!r}; allowed: a codec without state that sums, such as BlockFloat8()")
+            raise TypeError(f"codec is {shown(codec)}; allowed: a codec without state that sums, such as BlockFloat8()")
         self.codec = codec
         self._nearest = codec.nearest()
         pairs = named(parameters)

@@ -21,6 +21,7 @@ from lowbit.codecs.foreign import open_session
 from lowbit.integrations import engine
 from lowbit.pipeline import Traffic
 from lowbit.pipeline.arguments import check_numbers, default_backward
+from lowbit.terminal import shown
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import Checksums, agreed_facts, check_checksums, damaged
@@ -110,7 +111,7 @@ class LowBitP2PCommunicator(_p2p.P2PCommunicator):
         shapes = "keeps state between messages of one shape, and shapes vary (variable_seq_lengths or mtp_standalone)"
         for name, codec in codecs.items():
             if not isinstance(codec, Codec):
-                raise TypeError(f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant()")
+                raise TypeError(f"{name} is {shown(codec)}; allowed: a codec such as lowbit.codecs.TransformQuant()")
             for fact, problem in {
                 "chooses a parameter in a warm-up, which Megatron's schedules do not have": not codec.settled,
                 "needs the ids of samples, which Megatron's schedules do not pass on": codec.needs_key,

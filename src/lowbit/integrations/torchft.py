@@ -25,6 +25,7 @@ from lowbit.codecs.checks import FLOATS
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import SMALL, all_reduce, check_call, check_flat
 from lowbit.integrations import engine
+from lowbit.terminal import shown
 from lowbit.wire.agreement import Facts, listed
 from lowbit.wire.errors import AgreementError
 from lowbit.wire.store import bounded
@@ -89,7 +90,7 @@ class LowBitManager(_Manager):
         check_flat(codec)
         check_call(codec, small=small, checksums=checksums)
         if not isinstance(error_feedback, bool):
-            raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
+            raise TypeError(f"error_feedback is {shown(error_feedback)}; allowed: True or False")
         self._how: dict[str, Any] = {"codec": codec, "small": small, "checksums": checksums}
         self._feedback = _Feedback() if error_feedback else None
         self._more_facts = dict(facts or {})

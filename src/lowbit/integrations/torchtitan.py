@@ -27,6 +27,7 @@ from lowbit.gradients import LowBitReduceScatter
 from lowbit.integrations import EngineError, engine
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.arguments import Codecs, check_numbers, check_warm_up, default_backward
+from lowbit.terminal import shown
 from lowbit.wire.checksum import check_checksums
 
 __all__ = ["LowBitConfig", "low_bit", "parallelize_fn", "pipelining_fn"]
@@ -81,7 +82,7 @@ class LowBitConfig:
                 for codec in codecs.values() if isinstance(codecs, Mapping) else [codecs]:
                     if not isinstance(codec, Codec):
                         raise TypeError(
-                            f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant(), "
+                            f"{name} is {shown(codec)}; allowed: a codec such as lowbit.codecs.TransformQuant(), "
                             "or a mapping from boundary index to codec"
                         )
                     if codec.needs_key:
@@ -93,7 +94,7 @@ class LowBitConfig:
         if self.gradients is not None:
             self.reduce_scatter()
         if not isinstance(self.activations, LayerAware | None):
-            raise TypeError(f"activations is {self.activations!r}; allowed: a LayerAware, or None")
+            raise TypeError(f"activations is {shown(self.activations)}; allowed: a LayerAware, or None")
 
     def reduce_scatter(self) -> LowBitReduceScatter:
         assert self.gradients is not None

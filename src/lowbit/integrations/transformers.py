@@ -35,6 +35,7 @@ from lowbit.codecs.checks import check_dtype
 from lowbit.codecs.foreign import open_session
 from lowbit.integrations import engine
 from lowbit.pipeline.arguments import check_numbers
+from lowbit.terminal import shown
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import agreed_facts, check_checksums
@@ -82,7 +83,7 @@ def low_bit_pipeline_(
     """
     codec = GroupInt(bits=8, group=64) if codec is None else codec
     if not isinstance(codec, Codec):
-        raise TypeError(f"codec is {codec!r}; allowed: a codec of lowbit")
+        raise TypeError(f"codec is {shown(codec)}; allowed: a codec of lowbit")
     if codec.stateful:
         raise ValueError(
             f"codec is {codec}, which keeps state between messages of one shape; allowed in inference, whose shapes "

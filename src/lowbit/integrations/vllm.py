@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.checks import check_choice, check_int
+from lowbit.terminal import shown
 from lowbit.wire.agreement import agree
 
 __all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
@@ -81,7 +82,9 @@ class VllmSettings:
         from lowbit.tensor_parallel.reduce import check_codec
 
         if bool(self.calibration) == bool(self.format):
-            raise ValueError(f"calibration is {self.calibration!r} and format is {self.format!r}; allowed: one of them")
+            raise ValueError(
+                f"calibration is {shown(self.calibration)} and format is {shown(self.format)}; allowed: one of them"
+            )
         if self.format:
             check_codec("format", parse(self.format))
         self.sums()
@@ -89,14 +92,14 @@ class VllmSettings:
         check_choice("experts", self.experts, ("engine", "refuse"))
         check_int("prefills", self.prefills, 0, 1 << 30)
         if isinstance(self.check, bool) or not isinstance(self.check, int | float) or not self.check > 0:
-            raise ValueError(f"check is {self.check!r}; allowed: a number above 0, such as 0.2")
+            raise ValueError(f"check is {shown(self.check)}; allowed: a number above 0, such as 0.2")
 
     @classmethod
     def of(cls, given: object, where: str) -> "VllmSettings":
         """Read settings from a JSON object, which was found at `where`; ValueError names what is wrong."""
         names = [each.name for each in dataclasses.fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
-            raise ValueError(f"{where} is {given!r}; allowed: a JSON object with {', '.join(names)}")
+            raise ValueError(f"{where} is {shown(given)}; allowed: a JSON object with {', '.join(names)}")
         try:
             return cls(**given)
         except (TypeError, ValueError) as error:

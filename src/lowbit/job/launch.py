@@ -6,6 +6,7 @@ A rank writes signs of life to a pipe twice a second.
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Never
 
 from lowbit.job.output import FAILED, end
+from lowbit.job.stop import STOPPED, StopRequest, code_of, stop_requests
+
+log = logging.getLogger(__name__)
 
 PULSE = "LOWBIT_PULSE"
 """Environment variable with the file descriptor to which a rank writes signs of life."""
@@ -32,12 +35,14 @@ class RankProgram:
     """The program of each rank of a run: a module that calls `work`, and its order, a line of JSON.
 
     `timeout`: seconds without a sign of life after which a rank is killed. `threads`: unless OMP_NUM_THREADS is set.
+    `grace`: seconds that ranks have to end by themselves after a signal.
     """
 
     module: str
     order: str
     timeout: float
     threads: int
+    grace: float
 
 
 class Process:
@@ -72,6 +77,11 @@ class Process:
         """Whether it was killed or hung, so that it could not report itself why it ended."""
         return self.hung or (self.code or 0) < 0
 
+    @property
+    def left_on_request(self) -> bool:
+        """Whether a signal asked a rank to end, and all of them stopped together."""
+        return self.code in STOPPED
+
     def listen(self, seconds: float) -> None:
         """Look for signs of life, `seconds` after the last look; kill a process that has given none for too long."""
         with contextlib.suppress(BlockingIOError):
@@ -91,6 +101,8 @@ class Process:
         if code < 0:
             named = -code in signal.Signals.__members__.values()
             return f"rank {self.rank} was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
+        if code in STOPPED:
+            return f"rank {self.rank} was asked to stop"
         return f"rank {self.rank} ended with exit code {code}"
 
     def end(self, seconds: float) -> None:
@@ -116,9 +128,10 @@ _LONGEST_TURN = 1.0  # seconds of a turn that count: if it took longer, this pro
 
 
 class LaunchError(RuntimeError):
-    """A local rank failed; the message names the first one, and how.
+    """A local rank failed, or a signal asked for the end; the message names the first one, and how.
 
-    `code`: its exit code; negative: the signal that ended it. `interrupted`: this process was asked to end by a signal.
+    `code`: its exit code; negative: the signal that ended it. `interrupted`: a signal asked this process or a rank to
+    end; then `code` is 143 for SIGTERM, 130 for Ctrl-C.
     """
 
     def __init__(self, message: str, code: int = FAILED, *, interrupted: bool = False) -> None:
@@ -147,39 +160,48 @@ def start_all(program: RankProgram, ranks: int, *, secret: str | None = None) ->
         ATTEMPT: attempt,
     }  # fmt: skip
     processes = [Process(program, r, common | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
-    _watch(processes, alarm)
+    _watch(processes, program.grace, alarm)
 
 
 def start_one(program: RankProgram) -> None:
     """Run the rank that the environment names, or the only one, in its own process; LaunchError if it failed."""
-    _watch([Process(program, int(os.environ.get("RANK", "0")), {})])
+    _watch([Process(program, int(os.environ.get("RANK", "0")), {})], program.grace)
 
 
-def _watch(processes: list[Process], alarm: "Alarm | None" = None) -> None:
-    """Wait for all processes; end them when a signal arrives, or once one has failed, which is a LaunchError."""
+def _watch(processes: list[Process], grace: float, alarm: "Alarm | None" = None) -> None:
+    """Wait for all processes. LaunchError: one has failed or a signal has arrived, and all have ended.
+
+    At the first signal, which they get, too, ranks may still stop together; a second one ends them at once.
+    """
+    forced = threading.Event()
+
+    def asked(request: StopRequest) -> None:
+        log.warning("%s: the ranks stop after this step; a second signal ends them at once", request.name)
+        _terminate(processes)
+
     try:
-        with _signals_noted(processes) as signals:
-            failed = _wait(processes, alarm, signals)
+        with stop_requests(grace + _TERMINATE_SECONDS, asked, lambda *_: forced.set()) as request:
+            failed = _wait(processes, alarm, grace, forced)
     finally:
         _terminate(processes)
         deadline = time.monotonic() + _TERMINATE_SECONDS
         for process in processes:
             process.end(max(0.0, deadline - time.monotonic()))
-    if signals:
-        reason = f"interrupted by {signals[0].name}"
-    elif failed is None:
+    failed = failed or _first_failed(processes)  # some may have been ended only now
+    if failed is None:
         return
-    else:
-        cause = None if failed.killed_or_stopped or alarm is None else alarm.read()[0]
-        reason = cause.text if cause else failed.outcome()
-    code = failed.code or FAILED if failed else FAILED
-    others = "; all ranks were ended" if len(processes) > 1 else ""
-    raise LaunchError(reason + others, code, interrupted=bool(signals))
+    cause = None if failed.killed_or_stopped or alarm is None else alarm.read()[0]
+    reason, code = cause.text if cause else failed.outcome(), failed.code or FAILED
+    if request.number:
+        reason = f"interrupted by {request.name}{f'; {reason}' if failed.left_on_request else ''}"
+        code = code_of(request.number)
+    others = "; all ranks were ended" if len(processes) > 1 and not failed.left_on_request else ""
+    raise LaunchError(reason + others, code, interrupted=code in STOPPED)
 
 
-def _wait(processes: list[Process], alarm: "Alarm | None", signals: list[signal.Signals]) -> Process | None:
+def _wait(processes: list[Process], alarm: "Alarm | None", grace: float, forced: threading.Event) -> Process | None:
     failed, deadline, last = None, float("inf"), time.monotonic()
-    while any(p.code is None for p in processes) and time.monotonic() < deadline and not signals:
+    while any(p.code is None for p in processes) and time.monotonic() < deadline and not forced.is_set():
         now = time.monotonic()
         turn, last = min(now - last, _LONGEST_TURN), now
         for process in processes:
@@ -189,7 +211,7 @@ def _wait(processes: list[Process], alarm: "Alarm | None", signals: list[signal.
                 from lowbit.job.peers import Cause
 
                 alarm.sound(Cause(failed.rank, failed.outcome()))
-            deadline = time.monotonic() + _ALARM_SECONDS
+            deadline = time.monotonic() + (grace if failed.left_on_request else _ALARM_SECONDS)
         time.sleep(_TURN_SECONDS)
     return _first_failed(processes) if failed is None else failed
 
@@ -204,25 +226,6 @@ def _terminate(processes: list[Process]) -> None:
     for process in processes:
         if process.code is None:
             process.process.terminate()  # not SIGINT, which is lost or prints a traceback during imports
-
-
-@contextlib.contextmanager
-def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
-    came: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        came.append(signal.Signals(number))
-        _terminate(processes)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> Never:

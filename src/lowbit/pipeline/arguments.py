@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec, StatefulCodec
 from lowbit.codecs.checks import check_int, check_timeout
 from lowbit.codecs.defaults import backward_codec
+from lowbit.terminal import shown
 
 Codecs = Codec | Mapping[int, Codec]
 """One codec for all boundaries, or a mapping from boundary index (i: between stages i and i + 1)."""
@@ -61,7 +62,7 @@ def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str 
 def check_raise(bits: object, in_warmup: bool) -> None:
     """Raise a ValueError unless rates can be raised by `bits` now."""
     if not isinstance(bits, int | float) or isinstance(bits, bool) or not 0 < bits < math.inf:
-        raise ValueError(f"bits is {bits!r}; allowed: a number above 0")
+        raise ValueError(f"bits is {shown(bits)}; allowed: a number above 0")
     if in_warmup:
         raise ValueError("rates cannot be raised before they are chosen; allowed: once the warm-up is over")
 
@@ -84,7 +85,7 @@ def codec_at(argument: str, codecs: Codecs, boundary: int, boundaries: int) -> C
         codecs = codecs[boundary]
     if not isinstance(codecs, Codec):
         raise TypeError(
-            f"{argument} is {codecs!r}; allowed: a codec such as lowbit.codecs.TAHQuant(), "
+            f"{argument} is {shown(codecs)}; allowed: a codec such as lowbit.codecs.TAHQuant(), "
             "or a mapping from boundary index to codec"
         )
     return codecs

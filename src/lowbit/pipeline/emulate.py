@@ -14,6 +14,7 @@ from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.pipeline import arguments
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
 from lowbit.pipeline.boundary import Direction, Lane, Look, Slot, States
+from lowbit.terminal import shown
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 
@@ -57,11 +58,13 @@ def emulate_(
     check_int("warmup_steps", warmup_steps, 0, 2**63 - 1)
     modules = dict(model.named_modules())
     if isinstance(at, str) or not at:
-        raise ValueError(f"at is {at!r}; allowed: a list of names of submodules, such as {_some(modules)}")
+        raise ValueError(f"at is {shown(at)}; allowed: a list of names of submodules, such as {_some(modules)}")
     if unknown := [name for name in at if name not in modules or not name]:
-        raise ValueError(f"at has {unknown}, which the model does not have; it has names such as {_some(modules)}")
+        raise ValueError(
+            f"at has {shown(unknown)}, which the model does not have; it has names such as {_some(modules)}"
+        )
     if len(set(at)) != len(at):
-        raise ValueError(f"at is {list(at)}; a name must not occur twice")
+        raise ValueError(f"at is {shown(list(at))}; a name must not occur twice")
     backward = arguments.default_backward(forward) if backward is None else backward
     codecs = [
         (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at))) for i in range(len(at))

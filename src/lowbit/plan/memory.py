@@ -34,6 +34,7 @@ from lowbit.plan.measure import bytes_between_passes, bytes_by_width, compressed
 from lowbit.plan.sizes import parse_bytes, two_layers
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.simulate.step import order_of
+from lowbit.terminal import shown
 from lowbit.train.activations import planned_settings
 from lowbit.train.config import (
     FULL_PRECISION,
@@ -101,7 +102,9 @@ class MemorySettings:
         if self.gradients.storage != FULL_PRECISION:
             parse(self.gradients.storage)
         if self.budget and self.budget_bytes < _LEAST_BUDGET:
-            raise ConfigError(f"budget is {self.budget!r}, less than a megabyte; allowed: more, such as 24gb or 800mb")
+            raise ConfigError(
+                f"budget is {shown(self.budget)}, less than a megabyte; allowed: more, such as 24gb or 800mb"
+            )
         _ = self.layout, self.vocab, self.recipe
         if self.method == "agoq":
             if self.by == "layer":

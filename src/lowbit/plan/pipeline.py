@@ -16,6 +16,7 @@ from lowbit.plan.cluster import Cluster
 from lowbit.plan.predict import PipelineChoice, Prediction, Predictor, search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, check_output
+from lowbit.terminal import shown
 from lowbit.train import load
 from lowbit.train.config import DataConfig, ModelConfig, RunConfig, Schedule, TrainConfig
 from lowbit.train.layout import even
@@ -91,7 +92,7 @@ def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:
     base = settings.base
     for name in _OF_RECIPE:
         if getattr(settings, name) != PipelinePlanSettings.__dataclass_fields__[name].default:
-            raise ConfigError(f"{name} is given, and recipe is {settings.recipe!r}; allowed: one of them")
+            raise ConfigError(f"{name} is given, and recipe is {shown(settings.recipe)}; allowed: one of them")
     if base.lora.rank:
         raise ConfigError(f"recipe {settings.recipe!r} has lora.rank {base.lora.rank}; allowed: 0 in a plan")
     precision = settings.precision if base.run.precision == "auto" else base.run.precision

@@ -12,6 +12,7 @@ from torch import nn
 
 from lowbit.activations import counted
 from lowbit.config import ConfigError
+from lowbit.terminal import shown
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
 
@@ -32,7 +33,7 @@ def parse_bytes(text: str, name: str = "budget") -> int:
     try:
         return int(float(match[1]) * _UNITS[match[2]])  # pyright: ignore[reportOptionalSubscript]
     except (TypeError, ValueError, KeyError):
-        raise ConfigError(f"{name} is {text!r}; allowed: bytes, such as 24gb, 1.5gib or 800mb") from None
+        raise ConfigError(f"{name} is {shown(text)}; allowed: bytes, such as 24gb, 1.5gib or 800mb") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Watch, install
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
+from lowbit.terminal import shown
 from lowbit.wire.messages import gather_json, gather_tensor
 
 MOST_ROWS = 128
@@ -222,7 +223,7 @@ def calibrate(
         widths = {layer: summed.width for layer, summed in layers.items()}
         check_choice("gain", gain, GAINS)
         if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
+            raise ValueError(f"momentum is {shown(momentum)}; allowed: a number from 0 to below 1")
         world = _world(ranks, group)
         sent.update(_sent(inputs, layers, world))
         check_budget(

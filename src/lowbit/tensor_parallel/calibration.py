@@ -23,6 +23,7 @@ from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
+from lowbit.terminal import shown
 from lowbit.wire.messages import gather_json
 
 _FORMAT = "lowbit-calibration"
@@ -128,7 +129,7 @@ class Calibration:
             CalibrationError: a layer that was not calibrated.
         """
         if layer not in self.features:
-            raise CalibrationError(f"layer is {layer!r}; calibrated: {', '.join(self.features)}")
+            raise CalibrationError(f"layer is {shown(layer)}; calibrated: {', '.join(self.features)}")
         return self._codecs[layer].part(rank)
 
     @cached_property
@@ -404,7 +405,7 @@ def check_budget(
     if bits is None:
         return
     if isinstance(bits, bool) or not isinstance(bits, int | float):
-        raise TypeError(f"bits is {bits!r}; allowed: a number of bits per value, or None")
+        raise TypeError(f"bits is {shown(bits)}; allowed: a number of bits per value, or None")
     least = sum(fixed.get(name, _costs(width, outliers[name], gain)[WIDTHS[0]]) for name, width in widths.items())
     if bits * sum(widths.values()) < least:
         raise ValueError(

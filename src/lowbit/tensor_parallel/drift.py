@@ -12,6 +12,7 @@ from torch import Tensor
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
+from lowbit.terminal import shown
 from lowbit.wire.messages import gather_json
 
 ROWS = 4
@@ -94,7 +95,7 @@ class Drift:
 
     def __init__(self, *, threshold: float = 1.2, every: int = 64) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 1:
-            raise ValueError(f"threshold is {threshold!r}; allowed: a number of at least 1")
+            raise ValueError(f"threshold is {shown(threshold)}; allowed: a number of at least 1")
         check_int("every", every, 1, 1 << 30)
         self.threshold, self.every = threshold, every
         self._layers: dict[str, _Watched] = {}

@@ -23,6 +23,7 @@ from lowbit.collectives.reduce import check_flat
 from lowbit.tensor_parallel.reduce import sum_in_process, sum_over_ranks
 from lowbit.tensor_parallel.rowwise import Installed, LayerSum, register, row_forward, tp_linear
 from lowbit.tensor_parallel.sums import ModelSum, mark
+from lowbit.terminal import shown
 
 _ROWS = 64  # rows of the message whose bits are counted
 
@@ -103,7 +104,7 @@ def input_numbers(inputs: object) -> tuple[int, int]:
     if isinstance(inputs, GroupInt) and inputs == input_format(inputs.bits, inputs.group):
         return inputs.bits, inputs.group
     raise ValueError(
-        f"inputs is {inputs!r}; allowed: None, GroupInt(bits=..., group=..., symmetric=True), "
+        f"inputs is {shown(inputs)}; allowed: None, GroupInt(bits=..., group=..., symmetric=True), "
         "Cast(dtype=torch.bfloat16)"
     )
 

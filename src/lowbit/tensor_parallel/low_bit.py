@@ -20,6 +20,7 @@ from lowbit.tensor_parallel.plan import is_cut_by_input
 from lowbit.tensor_parallel.reduce import SumSample, SumSettings, check_codec, measured
 from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, install, local, row_forward
 from lowbit.tensor_parallel.sums import ModelSum, counted, group_of, real_sums
+from lowbit.terminal import shown
 
 Source = str | Path | Calibration | Codec
 
@@ -184,9 +185,9 @@ class LowBitRowwiseParallel(RowwiseParallel):
         name: str = "this module",
     ) -> None:
         if output_layouts not in (None, Replicate()):
-            raise ValueError(f"output_layouts is {output_layouts}; allowed: Replicate()")
+            raise ValueError(f"output_layouts is {shown(output_layouts)}; allowed: Replicate()")
         if input_layouts not in (None, Shard(-1), Replicate()):
-            raise ValueError(f"input_layouts is {input_layouts}; allowed: Shard(-1), Replicate()")
+            raise ValueError(f"input_layouts is {shown(input_layouts)}; allowed: Shard(-1), Replicate()")
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         check_codec("codec", codec)
         self.codec, self.settings = codec, settings or SumSettings()

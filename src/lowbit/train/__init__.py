@@ -8,6 +8,7 @@ summary = train(config)     # on every rank of a launched environment (RANK, WOR
 from typing import TYPE_CHECKING, Any
 
 from lowbit.config import ConfigError
+from lowbit.job.stop import StoppedError
 from lowbit.train.config import TrainConfig, from_mapping, load
 from lowbit.train.launch import LaunchError, run
 from lowbit.train.metrics import StepMetrics, Summary
@@ -19,6 +20,7 @@ __all__ = [
     "ConfigError",
     "LaunchError",
     "StepMetrics",
+    "StoppedError",
     "Summary",
     "TrainConfig",
     "from_mapping",

@@ -7,7 +7,7 @@ is the input of one token and the target of the next.
 import bisect
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
+from lowbit.terminal import one_line
 from lowbit.train.pretrained import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ BYTE_END = 0
 """Token that ends an answer with the tokenizer "bytes"."""
 _ALLOWED = "an object with prompt and completion (or answer), or with messages"
 _TEXT = "text that is not empty"
+_TOGETHER = 1000  # samples that are encoded at once: offsets take 100 bytes for each token
 
 
 class TextPart(NamedTuple):
@@ -87,23 +89,42 @@ def read_samples(
     return samples, left_out
 
 
-def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None") -> TextSample:
+def read_record(line: bytes, where: str, allowed: str) -> Any:
+    """Parse a line of JSON; a byte order mark in front, which some editors write, is skipped.
+
+    Raises:
+        ConfigError: the line is not UTF-8 or not JSON.
+    """
     try:
-        record = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where} is not UTF-8 (byte {error.start}); allowed: {_ALLOWED}") from error
+        raise ConfigError(f"{where} is not UTF-8 (byte {error.start}); allowed: {allowed}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON ({error}); allowed: {_ALLOWED}") from error
+        raise ConfigError(f"{where} is not JSON ({error}); allowed: {allowed}") from error
+
+
+def check_characters(value: Any, where: str) -> None:
+    """Raise ConfigError if a text in a JSON value holds half a surrogate pair, which tokenizers refuse."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ConfigError(f"{where} has half an emoji or other character, {half!a}; allowed: whole ones") from error
+
+
+def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None") -> TextSample:
+    record = read_record(line, where, _ALLOWED)
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is {record!r:.60}; allowed: {_ALLOWED}")
     if "messages" in record and "prompt" not in record:
         return _conversation(record, where, tokenizer)
     answers = [key for key in ("completion", "answer") if key in record]
     if "prompt" not in record or "messages" in record or len(answers) != 1:
-        raise ConfigError(f"{where} has the fields {', '.join(record) or 'none'}; allowed: {_ALLOWED}")
+        raise ConfigError(f"{where} has the fields {one_line(', '.join(record)) or 'none'}; allowed: {_ALLOWED}")
     for key in ("prompt", *answers):
         if not isinstance(record[key], str) or not record[key].strip():
             raise ConfigError(f"{where}: {key} is {record[key]!r:.60}; allowed: {_TEXT}")
+        check_characters(record[key], f"{where}: {key}")
     return TextSample((TextPart(record["prompt"], learned=False), TextPart(record[answers[0]], learned=True)))
 
 
@@ -116,6 +137,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
             "allowed: prompt and completion, or a data.tokenizer with a chat template"
         )
     _check_messages(messages, where)
+    check_characters(record.get("tools"), f"{where}: tools")
 
     def render(count: int, *, prompt: bool = False) -> str:
         text = tokenizer.apply_chat_template(
@@ -129,7 +151,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
         whole = render(len(messages))
         spans = [(render(i, prompt=True), render(i + 1)) for i in answers]
     except Exception as error:  # a foreign template may raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = one_line(str(error)) or type(error).__name__
         raise ConfigError(f"{where}: the chat template refuses the messages: {reason}") from error
     for index, message in enumerate(messages, 1):
         if message["role"] != "assistant" and message["content"].strip() not in whole:
@@ -162,6 +184,7 @@ def _check_messages(messages: Any, where: str) -> None:
     for index, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ConfigError(f"{where}: message {index} is {message!r:.60}; allowed: an object with role and content")
+        check_characters(message, f"{where}: message {index}")
         if message["role"] == "assistant" and not message["content"].strip():
             raise ConfigError(f"{where}: message {index}, of the assistant, is empty; allowed: {_TEXT}")
     if messages[-1]["role"] != "assistant" or len(messages) == 1:
@@ -173,10 +196,15 @@ def _check_messages(messages: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A sample's token ids, and which of them are learned."""
+    """A sample's token ids, and which of them are learned.
+
+    Attributes:
+        splits: a prompt that is encoded without its answer ends in other ids.
+    """
 
     ids: np.ndarray
     learned: np.ndarray
+    splits: bool = False
 
     @property
     def places(self) -> int:
@@ -185,43 +213,89 @@ class Encoded:
 
 
 def encode(samples: Sequence[TextSample], tokenizer: Tokenizer) -> list[Encoded]:
-    """Encode samples; a plain one ends with the tokenizer's end-of-text token.
+    """Encode samples; a plain one begins like the tokenizer's texts and ends with its end-of-text token.
 
-    Parts are encoded one by one, because at inference the prompt is encoded without its answer.
+    The ids are those of the whole text. A token belongs to the part in which it ends: the first token of an answer is
+    learned even if it begins with the prompt's last characters.
 
     Raises:
-        ConfigError: the tokenizer has no end-of-text token.
+        ConfigError: the tokenizer has no end-of-text token, or cannot locate its tokens in a text.
     """
-    end: Any = BYTE_END
-    texts = [part.text for sample in samples for part in sample.parts]
-    begin: list[int] = []
-    if isinstance(tokenizer, ByteTokenizer):
-        encoded = iter([list(text.encode()) for text in texts])
-    else:
-        inner: Any = tokenizer.hugging_face()
-        end = inner.eos_token_id
-        if end is None and any(sample.plain for sample in samples):
-            raise ConfigError(
-                "data.tokenizer has no end-of-text token, which ends an answer; allowed: a tokenizer with one, or bytes"
-            )
-        encoded = iter(inner(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
-        if inner("a", verbose=False)["input_ids"][:1] == [inner.bos_token_id]:
-            begin = [inner.bos_token_id]
+    begin, end = _around([sample for sample in samples if sample.plain], tokenizer)
     found = []
-    for sample in samples:
-        ids: list[Any] = list(begin) if sample.plain else []
-        learned = [False] * len(ids)
-        for part in sample.parts:
-            own = next(encoded)
-            # Nothing is learned after the last end-of-text token, where templates may add text.
-            until = len(own) - own[::-1].index(end) if end in own else len(own)
-            ids += own
-            learned += [part.learned] * until + [False] * (len(own) - until)
+    for sample, (tokens, token_ends, part_ends) in zip(samples, _located(samples, tokenizer), strict=True):
+        ids, parts = np.array(tokens, np.uint32), np.searchsorted(part_ends, token_ends)
+        last = np.full(len(sample.parts), len(ids))
+        for place in np.flatnonzero(ids == end):
+            last[parts[place]] = place
+        # Nothing is learned after a part's last end-of-text token, where templates may add text.
+        learned = np.array([part.learned for part in sample.parts])[parts] & (np.arange(len(ids)) <= last[parts])
+        splits = _splits(sample, tokens, token_ends, part_ends, tokenizer)
         if sample.plain:
-            ids.append(end)
-            learned.append(True)
-        found.append(Encoded(np.array(ids, np.uint32), np.array(learned, bool)))
+            ids = np.concatenate([np.array(begin, np.uint32), ids, np.array([end], np.uint32)])
+            learned = np.concatenate([np.zeros(len(begin), bool), learned, [True]])
+        found.append(Encoded(ids, learned, splits))
     return found
+
+
+def _around(plain: Sequence[TextSample], tokenizer: Tokenizer) -> tuple[list[int], Any]:
+    """Return the ids that the tokenizer puts in front of plain samples, and its end-of-text token, if it has one."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return [], BYTE_END
+    inner: Any = tokenizer.hugging_face()
+    if plain and inner.eos_token_id is None:
+        raise ConfigError(
+            "data.tokenizer has no end-of-text token, which ends an answer; allowed: a tokenizer with one, or bytes"
+        )
+    if not getattr(inner, "is_fast", False):
+        raise ConfigError(
+            f"data.tokenizer is a {type(inner).__name__}, which cannot locate its tokens in a text, and data.format is "
+            "jsonl; allowed: a folder with a tokenizer.json, or bytes"
+        )
+    if not plain:
+        return [], inner.eos_token_id
+    first = inner(plain[0].parts[0].text, return_special_tokens_mask=True, verbose=False)
+    return first["input_ids"][: [*first["special_tokens_mask"], 0].index(0)], inner.eos_token_id
+
+
+def _located(
+    samples: Sequence[TextSample], tokenizer: Tokenizer
+) -> Iterator[tuple[list[int], Sequence[int], Sequence[int]]]:
+    """Yield the ids of each sample's whole text, and where in it each token and each part ends."""
+    if isinstance(tokenizer, ByteTokenizer):
+        for sample in samples:
+            pieces = [part.text.encode() for part in sample.parts]
+            text = b"".join(pieces)
+            yield list(text), range(1, len(text) + 1), list(itertools.accumulate(map(len, pieces)))
+        return
+    inner: Any = tokenizer.hugging_face()
+    # Such an added token takes the white space after it along, but belongs where its own characters are.
+    greedy = {token for token, added in inner.added_tokens_decoder.items() if added.rstrip}
+    for first in range(0, len(samples), _TOGETHER):
+        group = samples[first : first + _TOGETHER]
+        texts = ["".join(part.text for part in sample.parts) for sample in group]
+        encoded = inner(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for sample, text, ids, spans in zip(group, texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            ends = [
+                start + len(text[start:end].rstrip()) if token in greedy else end
+                for token, (start, end) in zip(ids, spans, strict=True)
+            ]
+            yield ids, ends, list(itertools.accumulate(len(part.text) for part in sample.parts))
+
+
+def _splits(
+    sample: TextSample, ids: list[int], token_ends: Sequence[int], part_ends: Sequence[int], tokenizer: Tokenizer
+) -> bool:
+    """Return whether the text before an answer has other ids if it is encoded alone."""
+    for start, part in zip(part_ends, sample.parts[1:], strict=False):
+        before = bisect.bisect_right(token_ends, start)
+        # A gap is either the beginning of a token that ends in the answer, or white space that the tokenizer drops.
+        if part.learned and start > (token_ends[before - 1] if before else 0):
+            text = "".join(part.text for part in sample.parts)[:start]
+            assert not isinstance(tokenizer, ByteTokenizer), "no token has characters of two parts"
+            if tokenizer.hugging_face()(text, add_special_tokens=False, verbose=False)["input_ids"] != ids[:before]:
+                return True
+    return False
 
 
 class Answers:

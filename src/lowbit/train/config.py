@@ -129,7 +129,8 @@ class DataConfig:
     packing: bool = True
     """Put several samples into a window if `format` is jsonl, without attention between them. false: one in each."""
     text: tuple[str, ...] = ()
-    """Files, folders or glob patterns to train on. If omitted without `dataset`, Python's standard library."""
+    """Files, folders or glob patterns to train on. Hidden files and folders in a folder are left out. If omitted
+    without `dataset`, Python's standard library."""
     dataset: str = ""
     """Instead of `text`: a folder written by `datasets.save_to_disk`, or a name on the Hugging Face Hub."""
     dataset_config: str = ""
@@ -325,6 +326,9 @@ class RunConfig:
     """Consecutive restarts without a new checkpoint before a supervised run gives up."""
     rejoin_seconds: Seconds = 600.0
     """Longest wait of a supervised run for all ranks to join, at the start and after a failure."""
+    grace_seconds: Seconds = 120.0
+    """Longest time from SIGTERM or Ctrl-C to the end: all ranks finish the step, save a checkpoint, and end with exit
+    code 143 or 130. A second signal ends them at once."""
     checksums: bool = True
     """Add 8 bytes to each message, to detect damage. A damaged message ends the run with an error that names its
     sender."""

@@ -169,8 +169,14 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer, day: str) -> Data:
             f"{count} of {len(samples) + len(held_out)} conversations are learned for their last answer only: "
             "the chat template writes earlier answers differently"
         )
-    train, cut = fit(encode(samples, tokenizer), data.sequence)
-    evaluated, too_long = fit_held_out(encode(held_out, tokenizer), data.sequence)
+    encoded, encoded_held_out = encode(samples, tokenizer), encode(held_out, tokenizer)
+    if count := sum(sample.splits for sample in (*encoded, *encoded_held_out)):
+        notes.append(
+            f"{count} of {len(samples) + len(held_out)} samples have an answer that begins inside a token, such as a "
+            "word whose space ends the prompt: the prompt alone is encoded differently; move such spaces to answers"
+        )
+    train, cut = fit(encoded, data.sequence)
+    evaluated, too_long = fit_held_out(encoded_held_out, data.sequence)
     loaded = Data(
         train=Answers(train, data.sequence, packing=data.packing),
         held_out=Answers(evaluated, data.sequence, packing=data.packing),
@@ -237,8 +243,18 @@ def documents(data: DataConfig) -> Iterator[bytes]:
         if data.column not in rows.column_names:
             columns = ", ".join(rows.column_names)
             raise ConfigError(f"data.column is {data.column!r}; dataset {data.dataset!r} has: {columns}")
-        return (row[data.column].encode() for row in rows)
+        return _column(data, rows)
     return read_files(files_named(data.text, "data.text") if data.text else library_files(), data.max_bytes)
+
+
+def _column(data: DataConfig, rows: Any) -> Iterator[bytes]:
+    for number, row in enumerate(rows.select_columns(data.column), 1):
+        if not isinstance(text := row[data.column], str):
+            raise ConfigError(
+                f"data.dataset {data.dataset!r} row {number}: {data.column} is {text!r:.60}; allowed: text, "
+                "in a data.column without other values"
+            )
+        yield text.encode()
 
 
 def library_files() -> list[Path]:
@@ -281,16 +297,29 @@ def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            matches = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            matches = sorted(_files_below(path))
         elif path.exists():
             matches = [path]
         else:
             matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         if not matches:
-            allowed = "a folder with a file" if path.is_dir() else "a file, a folder, or a pattern that matches a file"
+            folder = "a folder with a file that is not hidden"
+            allowed = folder if path.is_dir() else "a file, a folder, or a pattern that matches a file"
             raise ConfigError(f"{key} has {pattern!r}, where there is no file; allowed: {allowed}")
         files.extend(matches)
     return files
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders without hidden ones (.git, .cache, ...); `root` may be hidden."""
+    for folder, subfolders, names in os.walk(root, onerror=_refuse_folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise ConfigError(f"text folder {error.filename}: {error.strerror}") from error
 
 
 def read_files(files: Iterable[Path], limit: int) -> Iterator[bytes]:

@@ -81,6 +81,7 @@ class HeldOutEvaluation:
         run = pipeline.config.run
         self._layout, self._modules, self._stages = pipeline.layout, pipeline.modules, pipeline.lowbit_stages
         self._width, self._device = pipeline.width, pipeline.device
+        self._trained = torch.Size((pipeline.config.rows, pipeline.config.data.sequence, pipeline.width))
         self._messages = Messages(group, "evaluation", timeout=run.timeout_seconds, checksums=run.checksums)
         self._legs: list[list[int]] = []  # runs of stages without a message in between
         for stage in self._modules:
@@ -205,7 +206,8 @@ class HeldOutEvaluation:
         stage = self._stages.get(boundary if outgoing else boundary + 1)
         same = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
         if stage is not None and same and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:
-            if not stage.in_warmup:
+            if not stage.in_warmup:  # training's shape first: a set rate must suit it, but not a smaller last batch
+                stage.forward_session(outgoing=outgoing, shape=self._trained, dtype=torch.float32)
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
             codec = Cast(dtype=torch.float32)
         if codec.needs_key:  # it has no state for these samples, and sends them uncoded

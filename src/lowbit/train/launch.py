@@ -18,6 +18,7 @@ from pathlib import Path
 from lowbit.config import ConfigError
 from lowbit.job.launch import LaunchError, RankProgram, start_all, start_one
 from lowbit.job.output import ALONE, DIVERGED, USAGE
+from lowbit.job.stop import StoppedError
 from lowbit.train.checkpoints.manifest import FOLDER, NO_CHECKPOINT, newest_step, shares_newest_first
 from lowbit.train.config import TrainConfig
 from lowbit.train.folder import check_output
@@ -41,8 +42,8 @@ def run(config: TrainConfig) -> Summary | None:
     Raises:
         ConfigError: (before any process starts) the configuration cannot work.
         TorchVersionError: this version of PyTorch is not supported.
-        LaunchError: a local rank failed; all others have been ended.
-        AgreementError, PeerError, DivergedError: as `lowbit.train.train`, if this process is a rank.
+        LaunchError: a local rank failed or a signal asked for the end; all ranks have ended.
+        StoppedError, AgreementError, PeerError, DivergedError: as `lowbit.train.train`, if this process is a rank.
     """
     from lowbit.wire.pytorch import check_torch
 
@@ -54,21 +55,20 @@ def run(config: TrainConfig) -> Summary | None:
     if config.run.supervise:
         supervise(config, partial(start_ranks, one=True) if one_rank else start_ranks)
         return read_summary(summary) if summary.exists() else None
-    if one_rank:
-        from lowbit.train.loop import train
-
-        return train(config)
-    from lowbit.train.prepare import prepare
-
-    prepare(config, ranks=config.ranks)
     try:
+        if one_rank:
+            from lowbit.train.loop import train
+
+            return train(config)
+        from lowbit.train.prepare import prepare
+
+        prepare(config, ranks=config.ranks)
         start_ranks(config)
-    except LaunchError as error:
+    except (LaunchError, StoppedError) as error:
         step = newest_step(Path(config.run.output) / FOLDER)
-        if step is None or error.code == USAGE:  # resuming cannot help
-            raise
-        advice = f"{error}; --resume continues from step {step}"
-        raise LaunchError(advice, error.code, interrupted=error.interrupted) from None
+        if step is not None and error.code != USAGE:  # otherwise resuming cannot help
+            error.args = (f"{error}; --resume continues from step {step}",)
+        raise
     return read_summary(summary)
 
 
@@ -114,6 +114,7 @@ def start_ranks(config: TrainConfig, *, one: bool = False) -> None:
     program = RankProgram(
         module="lowbit.train.worker", order=json.dumps(json.loads(config.to_json())),
         timeout=config.run.timeout_seconds, threads=config.run.threads or threads_per_rank(config.ranks),
+        grace=config.run.grace_seconds,
     )  # fmt: skip
     if one:
         return start_one(program)
@@ -154,10 +155,11 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
             start(config)
             return
         except LaunchError as error:
-            if error.interrupted:
-                raise
             step = newest_step(checkpoints)
             place = "the start" if step is None else f"step {step}"
+            if error.interrupted:
+                error.args = (f"{error}. The same command continues from {place}",)
+                raise
             if error.code == ALONE and step == config.run.steps:
                 log.warning("%s. All %d steps are done: the other ranks must have finished", error, step)
                 return

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import secrets
 import shutil
 import time
@@ -10,13 +11,16 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lowbit.config import atomic
+from lowbit.job.launch import PULSE
 from lowbit.job.process_group import joined, world
+from lowbit.job.stop import StoppedError, StopRequest, end_rank, stop_requests
 from lowbit.report.command import machine
 from lowbit.report.training import write_report
 from lowbit.train.auto import Auto, FormatChoice, described
@@ -65,6 +69,8 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], bool | None] 
         AgreementError: ranks have different configurations, texts or versions.
         PeerError: another rank ended the run; the message names it.
         DivergedError: loss or gradients are NaN or infinite.
+        StoppedError: SIGTERM or Ctrl-C asked a rank to end, so all ranks saved a checkpoint and ended. Only where
+            the main thread trains and the program has no handler of its own; a second signal ends the process at once.
         CheckpointError: there is no checkpoint to resume from, or another run uses the folder. TransientError: a
             checkpoint cannot be written.
     """
@@ -75,14 +81,22 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], bool | None] 
     if run.threads or ranks > 1:
         torch.set_num_threads(run.threads or threads_per_rank(ranks))
     patience = run.rejoin_seconds if run.supervise else None
-    with joined(run.timeout_seconds, backend=prepared.backend, patience=patience):
+    with (
+        stop_requests(run.grace_seconds, _note_stop, end_rank) as stop,
+        joined(run.timeout_seconds, backend=prepared.backend, patience=patience),
+    ):
         check_torch()
         with phase("loading the model, on all ranks", rank, show=run.progress):
-            trainer = Trainer(prepared)
+            trainer = Trainer(prepared, stop)
         begin = "restoring the newest checkpoint" if run.resume else "opening the run folder"
         with phase(f"measuring the links between ranks and {begin}", rank, show=run.progress):
             started = Run(trainer)
         return started.finish(on_step)
+
+
+def _note_stop(request: StopRequest) -> None:
+    if PULSE not in os.environ and local_rank() == 0:  # otherwise the launcher or that rank says so
+        log.warning("%s: the run stops after this step; a second signal ends it at once", request.name)
 
 
 class Run:
@@ -133,7 +147,7 @@ class Run:
         self.checked_bytes = 0  # sent by this rank for checks of the goal
         self.choices: list[FormatChoice] = []
         try:
-            self.start = self._begin()
+            self.start = self.saved = self._begin()  # `saved`: the step of the newest checkpoint
         except BaseException:
             self.folder.unlock()
             raise
@@ -148,10 +162,12 @@ class Run:
                 warmup = self.config.codec_warmup_steps
                 self.progress = Progress(run.steps, warmup=warmup, machine=machine_rank, rates=self.mbit)
             before: dict[str, float] = {}
+            self._stop_if_asked(self.start)
             if self.config.data.format == "jsonl" and not self.start:  # only samples are scored before training
                 if self.progress is not None:
                     self.progress.say(trainer.prepared.data.described())
                 before = self._evaluate(0, with_codecs=False)
+                self._stop_if_asked(self.start)
             tracing = self._open_tracing() if run.trace else None
             if self.auto is not None and self.auto.choice is not None:  # from the checkpoint
                 self._note_formats(self.auto.choice)
@@ -198,14 +214,41 @@ class Run:
             self._check(self.goal, done)
         if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
             trainer.pipeline.look_ahead(False)
+        long = trainer.stop_asked
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or last):
-            tensors, codecs = state.collect(trainer.pipeline, trainer.optimizer)
-            manifest = replace(self.manifest, codecs=codecs, aliases=state.aliases_of(trainer.pipeline))
-            if self.auto is not None and self.auto.choice is not None:
-                manifest = replace(manifest, identity=manifest.identity | {CHOSEN: asdict(self.auto.choice)})
-            self.checkpoints.save(done, tensors, manifest, trainer.side)
-        if run.eval_every and done % run.eval_every == 0 and not last:
+            self._save(done)
+            long = True
+        if run.eval_every and done % run.eval_every == 0 and not last and not trainer.stop_asked:
             self._evaluate(done)
+            long = True
+        if long and not last:  # the last step's run finishes within the grace time
+            self._stop_if_asked(done)
+
+    def _save(self, done: int) -> None:
+        trainer = self.trainer
+        tensors, codecs = state.collect(trainer.pipeline, trainer.optimizer)
+        manifest = replace(self.manifest, codecs=codecs, aliases=state.aliases_of(trainer.pipeline))
+        if self.auto is not None and self.auto.choice is not None:
+            manifest = replace(manifest, identity=manifest.identity | {CHOSEN: asdict(self.auto.choice)})
+        self.checkpoints.save(done, tensors, manifest, trainer.side)
+        self.saved = done
+
+    def _stop_if_asked(self, done: int) -> None:
+        """Stop after `done` steps on all ranks if a signal asked any of them to, with a checkpoint if there are any."""
+        signals: list[int] = gather_json(self.trainer.stop.number, self.trainer.side)
+        if not any(signals) or done >= self.config.run.steps:
+            return
+        asked = [f"rank {rank} got {Signals(number).name}" for rank, number in enumerate(signals) if number]
+        text = f"stopped after step {done}" if done else "stopped before the first step"
+        if self.config.run.checkpoint_every and done > self.start and self.saved != done:
+            with phase(f"saving a checkpoint of step {done}", self.trainer.rank, show=self.config.run.progress):
+                self._save(done)
+        if done and self.saved == done:
+            text += ", which is saved"
+        elif done > self.start:
+            text += ", which is not saved: run.checkpoint_every is 0"
+        others = f"{', '.join(asked)}; " if len(asked) < len(signals) else ""
+        raise StoppedError(others + text, next(filter(None, signals)))
 
     @property
     def _watchers(self) -> list[Recorder | Progress]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.activations import counted
 from lowbit.collectives import agree
+from lowbit.job.stop import StopRequest
 from lowbit.train import optim
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
@@ -54,11 +55,16 @@ class DivergedError(RuntimeError):
 class Trainer:
     """Trains on one rank and writes no files; every rank makes one.
 
+    Attributes:
+        stop: the signal that asked this rank to end. stop_asked: whether one had asked any rank when the last step
+            ended; the same on all ranks.
+
     Raises:
         AgreementError: ranks have different configurations, texts or versions.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, stop: StopRequest | None = None) -> None:
+        self.stop, self.stop_asked = stop or StopRequest(), False
         self._sent_before = sent_so_far()
         self.prepared, self.config, self.layout = prepared, prepared.config, prepared.layout
         run, data, device = self.config.run, self.config.data, prepared.device
@@ -82,7 +88,7 @@ class Trainer:
         self.evaluation = HeldOutEvaluation(self.pipeline, self.replicas.side)
         names, lighthouse = gather_json(machine_name(), self.side), self.config.elastic.lighthouse
         self.links = Links(self.layout, self.replicas.count, names, elastic=bool(lighthouse))
-        count = 2 + len(fields(Work)) + self.links.count
+        count = 3 + len(fields(Work)) + self.links.count
         self._sums = Sums(self.side, count, timeout=run.timeout_seconds, checksums=run.checksums)
         self.trace: Trace | None = None
         self.work = Work()  # of this rank in the last step
@@ -215,8 +221,9 @@ class Trainer:
         squares = optim.squared_norm(self.gradients.of(self.counted))
         own = self.links.values(self.rank, self._by_receiver(work), work.wait_seconds)
         work.other_bytes += sum(self._sums.sent_to.values())
-        sums = torch.tensor([loss, squares, *astuple(work), *own], dtype=torch.float64)
-        loss, squares, *rest = self._sums.of(sums).tolist()
+        sums = torch.tensor([self.stop.number, loss, squares, *astuple(work), *own], dtype=torch.float64)
+        stop, loss, squares, *rest = self._sums.of(sums).tolist()
+        self.stop_asked = stop > 0
         costs, shares = rest[: (count := len(fields(Work)))], rest[count:]
         replicas = self.replicas.count  # their gradients are equal by now
         return loss / replicas, math.sqrt(squares / replicas), Work(*costs), shares
@@ -235,7 +242,7 @@ class Trainer:
 
     def total(self, value: float) -> float:
         """Sum a number over all ranks; every rank calls this."""
-        values = torch.zeros(2 + len(fields(Work)) + self.links.count, dtype=torch.float64)
+        values = torch.zeros(3 + len(fields(Work)) + self.links.count, dtype=torch.float64)
         values[0] = value
         return float(self._sums.of(values)[0])
 

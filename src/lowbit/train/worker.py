@@ -4,6 +4,7 @@ from typing import Any
 
 from lowbit.job.launch import work
 from lowbit.job.output import ALONE, DIVERGED, FAILED, USAGE
+from lowbit.job.stop import StoppedError
 
 
 def _train(config: dict[str, Any]) -> None:
@@ -22,6 +23,8 @@ def exit_code(error: Exception) -> int:
     from lowbit.train.trainer import DivergedError
     from lowbit.wire.pytorch import TorchVersionError
 
+    if isinstance(error, StoppedError):
+        return error.code
     kinds = {
         DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,
         TransientError: FAILED,  # a full disk may have room again

@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lowbit.terminal import shown
 from lowbit.wire.errors import PeerError
 
 CHECKSUM_BYTES = 8
@@ -138,7 +139,7 @@ def secret_facts() -> dict[str, str]:
 def check_checksums(value: object) -> None:
     """Raise unless an argument `checksums` is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"checksums is {value!r}; allowed: True or False")
+        raise TypeError(f"checksums is {shown(value)}; allowed: True or False")
 
 
 def sealed_bytes(nbytes: int, checksums: bool = True) -> int:

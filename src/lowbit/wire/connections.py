@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lowbit.terminal import shown
 from lowbit.wire import tags
 from lowbit.wire.agreement import agree
 from lowbit.wire.pytorch import plain
@@ -56,7 +57,7 @@ def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float 
         RuntimeError, TimeoutError: a rank did not connect in time.
     """
     if type(count) is not int or not 1 <= count <= MOST_CONNECTIONS:
-        raise ValueError(f"count is {count!r}; allowed: an integer from 1 to {MOST_CONNECTIONS}")
+        raise ValueError(f"count is {shown(count)}; allowed: an integer from 1 to {MOST_CONNECTIONS}")
     group = plain(group)
     try:
         gloo: Any = group._get_backend(torch.device("cpu"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
+from lowbit.terminal import shown
 from lowbit.wire.errors import PeerError
 
 _counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
@@ -33,7 +34,9 @@ def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     group = group or default_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is {group!r}; allowed: a ProcessGroup, such as torch.distributed.new_group returns")
+        raise TypeError(
+            f"group is {shown(group)}; allowed: a ProcessGroup, such as torch.distributed.new_group returns"
+        )
     if is_known(group):
         return group
     given = group
@@ -44,8 +47,8 @@ def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         group.get_group_store()
     except (AssertionError, RuntimeError):
         raise ValueError(
-            f"group is {given!r}, which has no store in this process; allowed: a group of PyTorch's, or a connected "
-            "wrapper around one, such as torchft's ProcessGroupGloo after the first quorum"
+            f"group is {shown(given)}, which has no store in this process; allowed: a group of PyTorch's, or a "
+            "connected wrapper around one, such as torchft's ProcessGroupGloo after the first quorum"
         ) from None
     return group
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
-import json
 import logging
 import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
+from lowbit.train.answers import check_characters, read_record
 from lowbit_lab.evaluate import loading
 from lowbit_lab.evaluate.settings import FILE_TASKS, EvaluationConfig
 
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LINES, _PARQUET = (".jsonl", ".json"), ".parquet"
+_FIELDS = {
+    *("question", "choices", "answerKey", "activity_label", "ctx_a", "ctx_b", "endings", "label"),
+    *("sentence", "option1", "option2", "answer", "passage"),
+}
+_MOST_BYTES = 256 << 20
+"""Largest size of a file's questions, as read. A small parquet file can hold any number of equal texts."""
+_LINE_BYTES = 1 << 20
+_BATCH = 16  # rows of a parquet file that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,27 +91,49 @@ def read_questions(name: str, file: str, limit: int = 0) -> list[Question]:
 
 def _lines(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(partial(file.readline, _LINE_BYTES + 1), b""), 1):
             if line.strip():
                 where = f"{task} line {number}"
-                try:
-                    fields = json.loads(line.decode("utf-8"))
-                    json.dumps(fields, ensure_ascii=False).encode()  # fails for half a surrogate pair, as tokenizers do
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{where} is not JSON ({error}); allowed: an object on each line") from error
+                if len(line) > _LINE_BYTES:
+                    raise ConfigError(f"{where} has more than {_LINE_BYTES} bytes; allowed: a question on each line")
+                fields = read_record(line, where, "an object on each line")
+                for key, value in fields.items() if isinstance(fields, dict) else ():
+                    check_characters(value, f"{where}: {key}")
                 yield where, fields
 
 
 def _rows(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open("rb") as file:
-        parquet = importlib.import_module("pyarrow.parquet")
-        try:
-            rows = parquet.read_table(file).to_pylist()
-        except (ValueError, OSError) as error:  # pyarrow raises both
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"{task} is not parquet ({reason}); allowed: a parquet file") from error
-    for number, fields in enumerate(rows, 1):
-        yield f"{task} row {number}", fields
+    arrow = importlib.import_module("pyarrow")
+    try:
+        for number, fields in enumerate(itertools.chain.from_iterable(_batches(task, path)), 1):
+            yield f"{task} row {number}", fields
+    except ConfigError:
+        raise
+    except (arrow.ArrowException, ValueError, OverflowError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{task} is not parquet ({reason}); allowed: a parquet file") from error
+
+
+def _batches(task: str, path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Read a parquet file a few rows at a time, after a look at the sizes that it states."""
+    with path.open("rb") as opened:
+        file = importlib.import_module("pyarrow.parquet").ParquetFile(opened)
+        names = sorted(_FIELDS.intersection(file.schema_arrow.names))
+        for group in map(
+            file.metadata.row_group, range(file.metadata.num_row_groups)
+        ):  # their columns may abort pyarrow
+            if group.total_byte_size > _MOST_BYTES:
+                raise ConfigError(
+                    f"{task} has {group.total_byte_size} bytes in a group of rows; allowed: at most {_MOST_BYTES}"
+                )
+        nbytes = 0
+        for batch in file.iter_batches(batch_size=_BATCH, columns=names, use_threads=False):
+            nbytes += batch.nbytes
+            if nbytes > _MOST_BYTES:
+                raise ConfigError(
+                    f"{task} has more than {_MOST_BYTES} bytes of questions; allowed: up to that, or a limit"
+                )
+            yield batch.to_pylist()
 
 
 def _texts(values: Any, least: int, most: int) -> list[str]:

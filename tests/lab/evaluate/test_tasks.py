@@ -1,5 +1,6 @@
 """Zero-shot tasks from local files: their formats, scores by hand and next to lm-eval's, and what is refused."""
 
+import codecs
 import dataclasses
 import json
 import math
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from lowbit.config import ConfigError
 from lowbit.report import run
 from lowbit.train.pretrained import ByteTokenizer
-from lowbit_lab.evaluate import EvaluationConfig
+from lowbit_lab.evaluate import EvaluationConfig, tasks
 from lowbit_lab.evaluate.commands import EVALUATE
 from lowbit_lab.evaluate.settings import FILE_TASKS
 from lowbit_lab.evaluate.tasks import LocalTask, Metric, count_inputs, kept, read_questions, score
@@ -43,6 +44,8 @@ def test_formats_of_hub_and_publisher_are_the_same_questions(name: str, tmp_path
     assert read_questions(name, str(write(tmp_path, "own", published))) == lines
     assert read_questions(name, str(tmp_path / "own.jsonl"), 1) == lines[:1]
     assert len(lines) == len(hub)
+    (tmp_path / "own.jsonl").write_bytes(codecs.BOM_UTF8 + (tmp_path / "own.jsonl").read_bytes())
+    assert read_questions(name, str(tmp_path / "own.jsonl")) == lines
 
 
 def test_prompts_are_those_of_lm_eval_word_for_word(tmp_path: Path):
@@ -197,7 +200,11 @@ WRONG: list[tuple[str, Records, str]] = [
     ("winogrande", changed(WINOGRANDE[0], option2=" "), "(' ' instead of a text that is not empty)"),
     ("boolq", changed(BOOLQ[0], label=-1), "(-1 is not in list)"),
     ("boolq", [{**BOOLQ[0], "passage": None}], "(None instead of a text that is not empty)"),
-    ("boolq", changed(BOOLQ[0], passage="\ud800"), "line 1 is not JSON ('utf-8' codec can't encode"),
+    (
+        "boolq",
+        changed(BOOLQ[0], passage="\ud800"),
+        "line 1: passage has half an emoji or other character, '\\ud800'; all",
+    ),
     ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 is not a valid question of boolq (no 'label')"),
 ]
 
@@ -218,6 +225,36 @@ def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
     path.write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"wrong.parquet is not parquet \(.*\); allowed: a parquet file"):
         read_questions("boolq", str(path))
+
+
+def test_a_small_file_that_expands_is_read_no_further_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Equal texts take no room in parquet."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: the extra lowbit[datasets]")
+    from pyarrow import parquet
+
+    def column(text: str, rows: int) -> Any:
+        return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([text]))
+
+    def expanding(rows: int) -> str:
+        texts = {"passage": column("warm " * 1000, rows), "question": column("is it", rows)}
+        table = pyarrow.table(texts | {"label": pyarrow.array([0] * rows, pyarrow.int64())})
+        parquet.write_table(table, tmp_path / "boolq.parquet", store_schema=False, row_group_size=rows)
+        return str(tmp_path / "boolq.parquet")
+
+    path, pool = expanding(100_000), pyarrow.default_memory_pool()
+    assert Path(path).stat().st_size < 10_000
+    before = pool.max_memory()
+    assert len(read_questions("boolq", path, 3)) == 3
+    assert pool.max_memory() < before + (32 << 20), "500 MB would be all texts"
+    monkeypatch.setattr(tasks, "_MOST_BYTES", 1 << 20)
+    with pytest.raises(ConfigError, match="boolq.parquet has more than 1048576 bytes of questions; allowed"):
+        read_questions("boolq", path)
+    monkeypatch.setattr(tasks, "_MOST_BYTES", 1000)
+    with pytest.raises(ConfigError, match=r"has \d+ bytes in a group of rows; allowed: at most 1000"):
+        read_questions("boolq", path, 3)
+    (tmp_path / "boolq.jsonl").write_bytes(json.dumps(BOOLQ[0]).encode() + b" " * (1 << 20))
+    with pytest.raises(ConfigError, match="line 1 has more than 1048576 bytes; allowed: a question on each line"):
+        read_questions("boolq", str(tmp_path / "boolq.jsonl"), 1)
 
 
 def test_files_are_named_by_the_settings_and_compared_by_their_contents(folder: Path, tmp_path: Path):

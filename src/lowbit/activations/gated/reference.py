@@ -15,6 +15,7 @@ from lowbit.codecs.group_int import reference as group_int
 from lowbit.codecs.group_int.reference import check_asymmetric, check_settings, decoded
 from lowbit.kernels import operator
 from lowbit.kernels.operators import check_pair, check_shapes
+from lowbit.terminal import shown
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
@@ -29,7 +30,7 @@ def _check(
 ) -> None:  # fmt: skip
     check_settings(bits, group)
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
+        raise ValueError(f"activation is {shown(activation)}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
     check_shapes(x.shape, x.device, **tensors)
     check_asymmetric("payload_gate", payload_gate, x, bits, group)
     if payload_up is not None:

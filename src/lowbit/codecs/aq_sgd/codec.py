@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.group_int.codec import GroupInt
+from lowbit.terminal import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class AQSGD(StatefulCodec):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Codec) or self.inner.stateful:
-            raise TypeError(f"inner is {self.inner!r}; allowed: a codec without state")
+            raise TypeError(f"inner is {shown(self.inner)}; allowed: a codec without state")
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         batch, sample = (shape[0], shape[1:]) if shape else (1, ())

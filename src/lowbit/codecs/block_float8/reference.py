@@ -15,6 +15,7 @@ from lowbit.kernels import operator
 from lowbit.kernels.exact import store, uniform
 from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
 from lowbit.kernels.operators import check_bytes, check_numbers
+from lowbit.terminal import shown
 
 NAN_SCALE = 255  # for a block with NaN or Inf: as float32 exponent it gives Inf, and Inf times the codes, 0, is NaN
 EXPONENT = 23  # position of the exponent in a float32
@@ -45,7 +46,7 @@ def block_float8_layout(numel: int, block: int) -> Layout:
 def _check(x: Tensor, payload: Tensor, format: str, block: int, *_: object) -> None:
     if format not in FORMATS or block < 32 or block % 32:
         raise ValueError(
-            f"format is {format!r}, block {block}; allowed: {', '.join(map(repr, FORMATS))}, and a multiple of 32"
+            f"format is {shown(format)}, block {block}; allowed: {', '.join(map(repr, FORMATS))}, and a multiple of 32"
         )
     check_numbers(x, 1)
     check_bytes("payload", payload, block_float8_layout(x.numel(), block).nbytes, x.device)

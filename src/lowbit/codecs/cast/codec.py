@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowbit.codecs.base import Summable, read_plain, write_plain
 from lowbit.codecs.checks import FLOATS
+from lowbit.terminal import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Cast(Summable):
 
     def __post_init__(self) -> None:
         if self.dtype not in FLOATS:
-            raise ValueError(f"dtype is {self.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+            raise ValueError(f"dtype is {shown(self.dtype)}; allowed: {', '.join(map(str, FLOATS))}")
 
     def for_gradients(self) -> "Cast":
         return self

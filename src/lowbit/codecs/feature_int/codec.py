@@ -17,6 +17,7 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int import reference
 from lowbit.codecs.feature_int.reference import FEWEST, MOST, center_of, feature_int_layout
 from lowbit.kernels.layout import planes_nbytes
+from lowbit.terminal import shown
 
 # Bounds of ranges: their reciprocals are normal numbers.
 SMALLEST, LARGEST = 2.0**-126, 2.0**125
@@ -99,7 +100,7 @@ class FeatureInt(Summable):
     def __post_init__(self) -> None:
         if not isinstance(self.ranges, Tensor) or self.ranges.dim() != 2 or not self.ranges.numel():
             given = tuple(self.ranges.shape) if isinstance(self.ranges, Tensor) else self.ranges
-            raise ValueError(f"ranges is {given}; allowed: a tensor of (ranks, features)")
+            raise ValueError(f"ranges is {shown(given)}; allowed: a tensor of (ranks, features)")
         ranks, size = self.ranges.shape
         check_int("bits", self.bits, FEWEST, MOST)
         check_choice("gain", self.gain, GAINS)
@@ -112,14 +113,14 @@ class FeatureInt(Summable):
             _check_table("offsets", self.offsets, (ranks, size))
             _check_table("total_offset", self.total_offset, (size,))
         if not isinstance(self.features, tuple) or not all(type(f) is int for f in self.features):
-            raise TypeError(f"features is {self.features!r}; allowed: a tuple of integers")
+            raise TypeError(f"features is {shown(self.features)}; allowed: a tuple of integers")
         if len(self.features) >= size:
             raise ValueError(f"features are {len(self.features)}; allowed: fewer than the {size} there are")
         if list(self.features) != sorted({f for f in self.features if 0 <= f < size}):
             raise ValueError(f"features is {self.features}; allowed: ascending, from 0 to {size - 1}")
         check_int("rank", self.rank, 0, ranks - 1)
         if not isinstance(self.artifact, str):
-            raise TypeError(f"artifact is {self.artifact!r}; allowed: a string")
+            raise TypeError(f"artifact is {shown(self.artifact)}; allowed: a string")
         if self.clip is None:
             object.__setattr__(self, "clip", 1.0 if self.gain == "static" else CLIPS[self.bits])
         for name in ("ranges", "offsets", "total", "total_offset"):
@@ -333,7 +334,7 @@ class _Tables:
 
 def _check_clip(clip: object) -> None:
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip <= 2):
-        raise ValueError(f"clip is {clip!r}; allowed: a number above 0 and at most 2, or None")
+        raise ValueError(f"clip is {shown(clip)}; allowed: a number above 0 and at most 2, or None")
 
 
 def _check_table(name: str, x: object, shape: tuple[int, ...], *, positive: bool = False) -> None:

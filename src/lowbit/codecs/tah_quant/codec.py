@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.tah_quant.reference import TAHGeometry, decode, encode, tah_geometry
+from lowbit.terminal import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +88,9 @@ class TAHQuant(Summable):
         check_int("low_bits", self.low_bits, 2, self.high_bits)
         fraction, ratio = self.high_fraction, self.pivot_ratio
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-            raise ValueError(f"high_fraction is {fraction!r}; allowed: 0 to 1")
+            raise ValueError(f"high_fraction is {shown(fraction)}; allowed: 0 to 1")
         if ratio is not None and not (isinstance(ratio, int | float) and 1 < ratio < math.inf):
-            raise ValueError(f"pivot_ratio is {ratio!r}; allowed: more than 1, or None")
+            raise ValueError(f"pivot_ratio is {shown(ratio)}; allowed: more than 1, or None")
         check_choice("allocation", self.allocation, ("range", "tile", "token"))
 
     @classmethod

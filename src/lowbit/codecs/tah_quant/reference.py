@@ -25,6 +25,7 @@ from lowbit.kernels.exact import (
 )  # fmt: skip
 from lowbit.kernels.layout import Layout, ceil_div, pack, pack_flags, unpack, unpack_flags, zero_gaps
 from lowbit.kernels.operators import check_bytes, check_numbers
+from lowbit.terminal import shown
 
 SCOPE_TILES = 256  # tiles among which "range" chooses: a GPU's program holds them in registers
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
@@ -135,7 +136,7 @@ def _check(
     if not 2 <= low_bits <= high_bits <= 8:
         raise ValueError(f"low_bits is {low_bits}, high_bits {high_bits}; allowed: 2 to 8 in order")
     if allocation not in ("token", "tile", "range") or not 0 <= low_fraction <= 1:
-        raise ValueError(f"allocation is {allocation!r}, low_fraction {low_fraction}")
+        raise ValueError(f"allocation is {shown(allocation)}, low_fraction {low_fraction}")
     check_numbers(x, 3)
     geo = tah_geometry(x.shape, tile, high_bits, low_bits, low_fraction, allocation, pivot)
     check_bytes("payload", payload, geo.layout.nbytes, x.device)

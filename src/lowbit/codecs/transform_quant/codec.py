@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Session, StatefulCodec
+from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.transform_quant.basis import Basis, Transform, coefficients, follow, leading, renew
 from lowbit.codecs.transform_quant.memory import BAD_STREAMS, ONE, SEEN, Memory, factors, packed, sampled, sinks
 from lowbit.codecs.transform_quant.reference import (
@@ -29,6 +30,7 @@ from lowbit.codecs.transform_quant.reference import (
 from lowbit.kernels import apart, implementation
 from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.layout import ALIGNMENT
+from lowbit.terminal import shown
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +114,11 @@ class TransformQuant(StatefulCodec):
     Args:
         bits: bits per element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
             or 1.85 with step="message", plus scales and directions; if these take more than 16, as with one token or
-            one channel, a tensor is sent as it is. "auto": in the last step of the warm-up, a sender chooses the rate
-            that gives `decibels` for its first message, and sends its choice with the messages of that step. Each
-            tensor of each boundary gets its own rate. No session can be opened before the warm-up is over.
+            one channel, a tensor is sent as it is. A number that is too low for a tensor is an error, except after
+            larger tensors of the same width: a last, smaller batch is sent as it is. "auto": in the last step of the
+            warm-up, a sender chooses the rate that gives `decibels` for its first message, and sends its choice with
+            the messages of that step. Each tensor of each boundary gets its own rate. No session can be opened before
+            the warm-up is over.
         step: "token": the error of each token is relative to its norm, or for sinks to the median norm, which suits
             activations; "message": it is the same for all, which suits gradients.
         decibels: signal-to-noise ratio that "auto" aims at, more than 0 and at most 80. The basis fits later messages
@@ -140,18 +144,20 @@ class TransformQuant(StatefulCodec):
     def __post_init__(self) -> None:
         if isinstance(self.bits, str | bool):
             if self.bits != "auto":
-                raise ValueError(f"bits is {self.bits!r}; allowed: a number above 0, at most {MOST:g}, or 'auto'")
+                raise ValueError(f"bits is {shown(self.bits)}; allowed: a number above 0, at most {MOST:g}, or 'auto'")
         elif self.bits is not None:
             object.__setattr__(self, "bits", _number("bits", self.bits, MOST, ", or 'auto'"))
         object.__setattr__(self, "decibels", _number("decibels", self.decibels, 80.0))
         if self.nats is not None:
             object.__setattr__(self, "nats", _number("nats", self.nats, sys.float_info.max))
             if self.bits != "auto":
-                raise ValueError(f"nats is {self.nats:g}, and bits is {self.bits!r}; allowed with nats: bits='auto'")
+                raise ValueError(
+                    f"nats is {self.nats:g}, and bits is {shown(self.bits)}; allowed with nats: bits='auto'"
+                )
             if self.decibels != DECIBELS:
                 raise ValueError(f"nats is {self.nats:g}, and decibels is {self.decibels:g}; allowed: one of them")
         if self.step not in CODED:
-            raise ValueError(f"step is {self.step!r}; allowed: 'token', 'message'")
+            raise ValueError(f"step is {shown(self.step)}; allowed: 'token', 'message'")
 
     def __repr__(self) -> str:
         """Show the settings, except a rate that depends on the shape, and the error only if it is set."""
@@ -228,20 +234,31 @@ class TransformQuant(StatefulCodec):
         Raises:
             ValueError: the rate is too low for directions, scales and empty streams, or has not been chosen yet.
         """
-        if isinstance(self.bits, str):
-            raise ValueError(
-                "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
-                "earlier; allowed here: a number, or None"
-            )
-        rows, channels = _folded(shape)
-        geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
-        if self.bits is not None and math.prod(shape) and geo.layout.nbytes < geo.least():
+        geo = self._geometry(shape)
+        if not self._has_room(geo):
+            assert isinstance(self.bits, float)
             raise ValueError(
                 f"bits is {self.bits:g}, which is {int(self.bits * math.prod(shape) / 8)} bytes for messages of "
                 f"{tuple(shape)}; allowed: at least {math.ceil(800 * geo.least() / math.prod(shape)) / 100:.2f}, for "
                 "their directions, scales and streams"
             )
         return geo
+
+    def reaches(self, shape: Sequence[int]) -> bool:
+        """Whether the set rate is high enough for messages of this shape: few tokens take more for what they share."""
+        return self._has_room(self._geometry(shape))
+
+    def _has_room(self, geo: TransformGeometry) -> bool:
+        return self.bits is None or not geo.rows * geo.channels or geo.layout.nbytes >= geo.least()
+
+    def _geometry(self, shape: Sequence[int]) -> TransformGeometry:
+        if isinstance(self.bits, str):
+            raise ValueError(
+                "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
+                "earlier; allowed here: a number, or None"
+            )
+        rows, channels = _folded(shape)
+        return transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
 
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         geo = self.geometry(shape)
@@ -264,6 +281,12 @@ class TransformSession(Session):
         vars(self).update(encode=disable(self.encode), decode=disable(self.decode), observe=disable(self.observe))
 
     def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        """Return a session for another shape, which sends tensors as they are if the set rate is too low for it.
+
+        Unlike the first shape, it may be that of a last, smaller batch, which nobody can set a rate for.
+        """
+        if not self.codec.reaches(shape):
+            return Cast(dtype=dtype).open(shape=shape, dtype=dtype, device=self.device)
         return TransformSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
 
     def observe(self, x: Tensor) -> Tensor | None:
@@ -367,7 +390,7 @@ def _folded(shape: Sequence[int]) -> tuple[int, int]:
 def _number(name: str, value: object, most: float, besides: str = "") -> float:
     """Return a setting as a float if it is above 0 and at most `most`."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
-        raise ValueError(f"{name} is {value!r}; allowed: a number above 0, at most {most:g}{besides}")
+        raise ValueError(f"{name} is {shown(value)}; allowed: a number above 0, at most {most:g}{besides}")
     return float(value)
 
 
