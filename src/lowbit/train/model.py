@@ -7,7 +7,8 @@ of token ids; in a stage without the final norm, the identity replaces it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +20,18 @@ from torch import Tensor, nn
 
 from lowbit.config import ConfigError
 from lowbit.train.config import ModelConfig, TrainConfig
-from lowbit.train.cut import Share, dtype_of, is_tied, parts_of, stage_of, uncut, whole_class
+from lowbit.train.cut import (
+    MIXES_SAMPLES,
+    Share,
+    attention_of,
+    dtype_of,
+    is_tied,
+    joined,
+    parts_of,
+    stage_of,
+    uncut,
+    whole_class,
+)
 from lowbit.train.pretrained import Tokenizer, check_weights, load, read_config, transformers_config
 from lowbit.wire.messages import Messages
 
@@ -29,12 +41,13 @@ if TYPE_CHECKING:
 
 ALL = "all-linear"
 _PIECE_BYTES = 8 << 20
+_DROPOUT = re.compile(r"(?!classifier|summary)\w*(dropout|_pdrop)")  # of a decoder, by its name in `config.json`
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def count_layers(model: ModelConfig) -> int:
     """Return the number of decoder layers, without loading the model."""
-    return int(_size(model, "num_hidden_layers", "n_layer") or 0) if model.pretrained else model.layers
+    return int(_size(model, "num_hidden_layers", "n_layer", "num_layers") or 0) if model.pretrained else model.layers
 
 
 def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
@@ -83,7 +96,7 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
     check_weights(model.pretrained, config)
     loaded, _ = load(
         AutoModelForCausalLM, model.pretrained, "model.pretrained",
-        config=config, dtype=torch.float32, attn_implementation="sdpa",
+        config=config, dtype=torch.float32, attn_implementation=attention_of(config),
     )  # fmt: skip
     return loaded
 
@@ -98,6 +111,26 @@ def check_pretrained(model: ModelConfig, sequence: int) -> None:
         raise ConfigError(f"data.sequence is {sequence}; the model knows {longest} positions; allowed: at most as many")
 
 
+def check_stages(config: TrainConfig, starts: Iterable[int]) -> None:
+    """Check that a pretrained model can be cut before these layers, and that windows can hold several samples."""
+    if not config.model.pretrained:
+        return
+    exact: Any = hugging_face_config(config.model, vocab=0, sequence=0)
+    bound = joined(exact)
+    if refused := next((layer for layer in starts if layer in bound), None):
+        free = [str(layer) for layer in range(1, count_layers(config.model)) if layer not in bound]
+        allowed = f"pipeline.layers with stages that begin with layers {', '.join(free)}" if free else "a single stage"
+        raise ConfigError(
+            f"a stage would begin with layer {refused}, which needs {bound[refused]} of earlier layers; "
+            f"allowed: {allowed}"
+        )
+    if config.data.format == "jsonl" and config.data.packing and exact.model_type in MIXES_SAMPLES:
+        raise ConfigError(
+            f"data.packing is true; in a {exact.model_type} model, samples in the same window affect each other; "
+            "allowed: false"
+        )
+
+
 def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> PretrainedConfig:
     """Return the architecture as Hugging Face's class."""
     from transformers import AutoConfig
@@ -105,8 +138,10 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
     if model.pretrained:
         read_config(model.pretrained)
         config = transformers_config(model.pretrained, "model.pretrained")
-        for key, value in _dropouts(config.model_type, model.dropout).items():
-            setattr(config, key, value)
+        parts_of(config)
+        for key, value in vars(config).items():
+            if _DROPOUT.fullmatch(key) and type(value) in (int, float):
+                setattr(config, key, model.dropout)
         return config
     values: dict[str, Any] = {
         "vocab_size": vocab, "max_position_embeddings": sequence, "hidden_size": model.dim,
@@ -156,7 +191,8 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.first, self.last, self.autocast, self.boundary_dtype = first, last, autocast, boundary_dtype
-        self.width, self.vocab, self.dtype = model.config.hidden_size, model.config.vocab_size, dtype_of(model)
+        self.width, self.dtype = model.config.hidden_size, dtype_of(model)
+        self.vocab = getattr(model.config, "unpadded_vocab_size", None) or model.config.vocab_size
         self.names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
         self.aliases: dict[str, str] = {}
         self.model: Any = stage_of(model, Share(layers=frozenset(layers), first=first, last=last))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.train.config import ModelConfig, TrainConfig
-from lowbit.train.cut import Share, class_for, whole_class
+from lowbit.train.cut import Share, attention_of, class_for, whole_class
 from lowbit.train.model import add_adapters, hugging_face_config
 from lowbit.train.pretrained import check_weights, load
 
@@ -37,8 +37,8 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
         quantized = quantization(model, exact, dtype)
         placed = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
         built, _ = load(
-            class_for(exact, share), model.pretrained, "model.pretrained", config=exact, attn_implementation="sdpa",
-            dtype=dtype, quantization_config=quantized, **placed,
+            class_for(exact, share), model.pretrained, "model.pretrained", config=exact,
+            attn_implementation=attention_of(exact), dtype=dtype, quantization_config=quantized, **placed,
         )  # fmt: skip
     if config.lora.rank:
         add_adapters(built, config)
