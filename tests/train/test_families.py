@@ -23,9 +23,12 @@ from lowbit.train.model import (
     check_pretrained,
     check_stages,
     count_layers,
+    gather_weights,
     hugging_face_config,
     next_token_loss,
+    save_model,
 )
+from lowbit.train.pretrained import ByteTokenizer
 from lowbit.train.weights import build_share
 
 QUICK = ("afmoe", "cohere2_moe", "gemma2", "glm_moe_dsa", "granite", "longcat_flash", "starcoder2")
@@ -175,13 +178,13 @@ def _mixes_samples(model: Any) -> bool:
 
 
 def _check_loading(model: Any, folder: Path) -> None:
-    """Save the whole model, and compare the weights of stages that are loaded from the folder."""
-    model.save_pretrained(folder)
-    config = TrainConfig(model=ModelConfig(pretrained=str(folder)), data=DataConfig(sequence=12))
+    """Save the whole model, load its stages from the folder, export these, and compare the weights."""
+    model.save_pretrained(folder / "whole")
+    config = TrainConfig(model=ModelConfig(pretrained=str(folder / "whole")), data=DataConfig(sequence=12))
     check_pretrained(config.model, 12)
     count = count_layers(config.model)
     assert count == len(getattr(model.base_model, parts_of(model.config)[1]))
-    expected, seen = model.state_dict(), set()
+    expected, seen, weights = model.state_dict(), set(), {}
     every = dict(model.named_buffers()) | expected  # also those that are not saved, such as scales of embeddings
     for layers in (range(count // 2), range(count // 2, count)):
         share = Share(layers=frozenset(layers), first=0 in layers, last=count - 1 in layers)
@@ -189,7 +192,11 @@ def _check_loading(model: Any, folder: Path) -> None:
         for name, tensor in (dict(part.named_buffers()) | part.state_dict()).items():
             assert torch.equal(tensor, every[name]), name
             seen.add(name)
+        weights |= gather_weights({0: StageModule(part, layers=layers, first=share.first, last=share.last)})
     assert seen >= expected.keys()
+    save_model(folder / "trained", weights, model.config, ByteTokenizer())
+    exported = whole_class(model.config).from_pretrained(folder / "trained").state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in EVERY])

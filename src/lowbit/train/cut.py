@@ -190,9 +190,12 @@ def is_tied(model: Any) -> bool:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which a model computes, whatever that of its 4-bit weights and adapters."""
-    own = (p for name, p in model.named_parameters() if p.is_floating_point() and ".lora_" not in name)
-    return next(own).dtype
+    """Return the dtype in which a model computes, whatever that of its 4-bit weights and adapters.
+
+    Transformers keeps some weights in float32, such as those of routers.
+    """
+    own = {p.dtype for name, p in model.named_parameters() if p.is_floating_point() and ".lora_" not in name}
+    return min(own, key=lambda dtype: dtype.itemsize)
 
 
 def attention_of(config: Any) -> str:

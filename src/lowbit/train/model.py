@@ -203,6 +203,12 @@ class StageModule(nn.Module):
         self.names = {p: name for p, name in self.names.items() if p in mine}
 
     @property
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Return what is not a parameter and yet saved, such as biases of routers, by name in the whole model."""
+        saved = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+
+    @property
     def decoder(self) -> Any:
         """The module with the decoder layers, those of other stages replaced by identities."""
         return self.model.base_model
@@ -225,7 +231,7 @@ class StageModule(nn.Module):
             if positions is not None:
                 inputs["position_ids"] = positions
             if self.last:
-                return self.model(**inputs, use_cache=False).logits
+                return self.model(**inputs, use_cache=False).logits.to(self.autocast or torch.float32)
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state.to(self.boundary_dtype)
             # Zero-bubble schedules detach outputs in place, which fails for views.
             return hidden.clone() if hidden._is_view() else hidden
@@ -331,7 +337,7 @@ def _peft(rank: int) -> Any:  # PEFT, of an optional package
 
 
 def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
-    """Gather all trained parameters on the CPU of a pipeline's first rank, by their names in the whole model.
+    """Gather all weights, or of adapters the trained ones, on the CPU of a pipeline's first rank, by name.
 
     The last stage's copy of a tied embedding, equal to the first's, is left out. The other ranks get nothing. Each rank
     in turn sends a piece of 8 MiB, so that no wait is longer than one piece of every rank takes, and only rank 0 needs
@@ -345,8 +351,12 @@ def gather_weights(modules: dict[int, StageModule], messages: Messages | None = 
         PeerError: a rank ended or does not answer.
         ValueError: a rank describes weights that it cannot have.
     """
-    named = [(p, n) for m in modules.values() for p, n in m.names.items() if n not in m.aliases]
-    weights = {name: parameter.detach().cpu() for parameter, name in named if parameter.requires_grad}
+    named = {n: p for m in modules.values() for p, n in m.names.items() if n not in m.aliases}
+    if any(".lora_" in name for name in named):
+        weights = {name: p.detach().cpu() for name, p in named.items() if p.requires_grad}
+    else:
+        saved = {name: buffer for m in modules.values() for name, buffer in m.saved_buffers.items()}
+        weights = {name: tensor.detach().cpu() for name, tensor in (named | saved).items()}
     if messages is None:
         return weights
     if messages.rank != 0:
