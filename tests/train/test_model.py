@@ -160,7 +160,7 @@ class Module:
     def __init__(self, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
         shapes = {"matrix": (3 + rank, 50), "vector": (7,), "empty": (0, 4), "number": ()}
-        self.aliases = {}
+        self.aliases, self.saved_buffers = {}, {}
         self.names = {
             torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)): f"{rank}.{name}"
             for (name, shape), dtype in zip(shapes.items(), (torch.float32, torch.bfloat16) * 2, strict=True)

@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another architecture": (config(model_type="mamba"), "a model of type 'mamba', which cannot be cut"),
     "unknown architecture": (config(model_type="mine", auto_map=CODE), "a model of type 'mine', which cannot be cut"),
     "architecture a list": (config(model_type=["llama"]), "a model of type ['llama'], which cannot be cut"),
-    "quantized": (config(quantization_config={"quant_method": "gptq"}), "which is quantized (gptq); allowed: bits"),
+    "quantized": (config(quantization_config={"quant_method": "gptq"}), "is quantized (gptq); allowed: bitsandbytes"),
     "generation not JSON": (write("generation_config.json", b"x"), "generation_config.json is not JSON: "),
     "generation a list": (write("generation_config.json", b"[]"), "generation_config.json does not hold a JSON object"),
     "tokenizer with code": (

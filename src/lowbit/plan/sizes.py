@@ -14,6 +14,7 @@ from lowbit.activations import counted
 from lowbit.config import ConfigError
 from lowbit.terminal import shown
 from lowbit.train.config import ModelConfig
+from lowbit.train.cut import attention_of
 from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -86,7 +87,7 @@ def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: L
         layer_parameters=layer,
         first_parameters=parameters[2] - parameters[0],
         last_parameters=parameters[3] - parameters[0],
-        tied=whole.get_input_embeddings().weight.numel() if whole.config.tie_word_embeddings else 0,
+        tied=whole.get_input_embeddings().weight.numel() if getattr(whole.config, "tie_word_embeddings", False) else 0,
         layer_flops=2.0 * layer + 2.0 * sequence * width,  # attention: a token sees half of the sequence, twice
         last_flops=2.0 * head,
         layer_saved=saved[1] - saved[0],
@@ -145,7 +146,7 @@ def two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, int]
     layers, config.num_hidden_layers = config.num_hidden_layers, 2
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
-    whole = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
+    whole = AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config), trust_remote_code=False)
     return whole.float(), layers
 
 

@@ -154,8 +154,9 @@ class Export:
     def _stored(self, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield trained weights as files have them, in which experts may be apart; `meta`: without their data."""
         for module in self._modules:
-            named = [(name, p.detach()) for p, name in module.names.items() if p.requires_grad]
+            named = [(name, p.detach()) for p, name in module.names.items() if p.requires_grad or not self._adapters]
             named = [(name, p) for name, p in named if name not in module.aliases]
+            named += [] if self._adapters else module.saved_buffers.items()
             for _, group in groupby(sorted(named), key=lambda pair: pair[0].rpartition(".layers.")[2].split(".")[0]):
                 for name, tensor in module.as_stored({n: p.to("meta") if meta else p for n, p in group}).items():
                     if self._adapters:  # as PEFT names them

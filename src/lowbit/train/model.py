@@ -8,6 +8,8 @@ of token ids; in a stage without the final norm, the identity replaces it.
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,18 @@ from torch import Tensor, nn
 
 from lowbit.config import ConfigError
 from lowbit.train.config import ModelConfig, TrainConfig
-from lowbit.train.cut import Share, dtype_of, is_tied, parts_of, stage_of, uncut, whole_class
+from lowbit.train.cut import (
+    MIXES_SAMPLES,
+    Share,
+    attention_of,
+    dtype_of,
+    is_tied,
+    joined,
+    parts_of,
+    stage_of,
+    uncut,
+    whole_class,
+)
 from lowbit.train.pretrained import (
     GENERATION,
     MODEL_FILES,
@@ -36,11 +49,12 @@ if TYPE_CHECKING:
 
 
 ALL = "all-linear"
+_DROPOUT = re.compile(r"(?!classifier|summary)\w*(dropout|_pdrop)")  # of a decoder, by its name in `config.json`
 
 
 def count_layers(model: ModelConfig) -> int:
     """Return the number of decoder layers, without loading the model."""
-    return int(_size(model, "num_hidden_layers", "n_layer") or 0) if model.pretrained else model.layers
+    return int(_size(model, "num_hidden_layers", "n_layer", "num_layers") or 0) if model.pretrained else model.layers
 
 
 def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
@@ -89,7 +103,7 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
     check_weights(model.pretrained, config)
     loaded, _ = load(
         AutoModelForCausalLM, model.pretrained, "model.pretrained",
-        config=config, dtype=torch.float32, attn_implementation="sdpa",
+        config=config, dtype=torch.float32, attn_implementation=attention_of(config),
     )  # fmt: skip
     # Whatever its configuration says, Transformers ties no weights that differ in the file.
     loaded.config.tie_word_embeddings = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
@@ -107,6 +121,26 @@ def check_pretrained(model: ModelConfig, sequence: int) -> None:
         raise ConfigError(f"data.sequence is {sequence}; the model knows {longest} positions; allowed: at most as many")
 
 
+def check_stages(config: TrainConfig, starts: Iterable[int]) -> None:
+    """Check that a pretrained model can be cut before these layers, and that windows can hold several samples."""
+    if not config.model.pretrained:
+        return
+    exact: Any = hugging_face_config(config.model, vocab=0, sequence=0)
+    bound = joined(exact)
+    if refused := next((layer for layer in starts if layer in bound), None):
+        free = [str(layer) for layer in range(1, count_layers(config.model)) if layer not in bound]
+        allowed = f"pipeline.layers with stages that begin with layers {', '.join(free)}" if free else "a single stage"
+        raise ConfigError(
+            f"a stage would begin with layer {refused}, which needs {bound[refused]} of earlier layers; "
+            f"allowed: {allowed}"
+        )
+    if config.data.format == "jsonl" and config.data.packing and exact.model_type in MIXES_SAMPLES:
+        raise ConfigError(
+            f"data.packing is true; in a {exact.model_type} model, samples in the same window affect each other; "
+            "allowed: false"
+        )
+
+
 def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> PretrainedConfig:
     """Return the architecture as Hugging Face's class."""
     from transformers import AutoConfig
@@ -114,8 +148,10 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
     if model.pretrained:
         read_config(model.pretrained)
         config = transformers_config(model.pretrained, "model.pretrained")
-        for key, value in _dropouts(config.model_type, model.dropout).items():
-            setattr(config, key, value)
+        parts_of(config)
+        for key, value in vars(config).items():
+            if _DROPOUT.fullmatch(key) and type(value) in (int, float):
+                setattr(config, key, model.dropout)
         return config
     values: dict[str, Any] = {
         "vocab_size": vocab, "max_position_embeddings": sequence, "hidden_size": model.dim,
@@ -165,15 +201,22 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.first, self.last, self.autocast, self.boundary_dtype = first, last, autocast, boundary_dtype
-        self.width, self.vocab, self.dtype = model.config.hidden_size, model.config.vocab_size, dtype_of(model)
+        self.width, self.dtype = model.config.hidden_size, dtype_of(model)
+        self.vocab = getattr(model.config, "unpadded_vocab_size", None) or model.config.vocab_size
         self.names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
         self.aliases: dict[str, str] = {}
         self.model: Any = stage_of(model, Share(layers=frozenset(layers), first=first, last=last))
         if last and not first and is_tied(model):
-            self.aliases = {"lm_head.weight": self.names[model.get_input_embeddings().weight]}
+            self.aliases = {"lm_head.weight": self.names[model.get_input_embeddings().weight]}  # pyright: ignore
             self.names |= dict.fromkeys(self.head.parameters(), "lm_head.weight")
         mine = set(self.parameters())
         self.names = {p: name for p, name in self.names.items() if p in mine}
+
+    @property
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Return what is not a parameter and yet saved, such as biases of routers, by name in the whole model."""
+        saved = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
     @property
     def decoder(self) -> Any:
@@ -204,7 +247,7 @@ class StageModule(nn.Module):
             if positions is not None:
                 inputs["position_ids"] = positions
             if self.last:
-                return self.model(**inputs, use_cache=False).logits
+                return self.model(**inputs, use_cache=False).logits.to(self.autocast or torch.float32)
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state.to(self.boundary_dtype)
             # Zero-bubble schedules detach outputs in place, which fails for views.
             return hidden.clone() if hidden._is_view() else hidden

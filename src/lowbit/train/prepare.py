@@ -30,7 +30,7 @@ from lowbit.train.folder import check_output
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, refuse, run_identity
 from lowbit.train.layout import PipelineLayout, make_layout
-from lowbit.train.model import check_lora, check_pretrained, count_layers, hidden_size, vocabulary
+from lowbit.train.model import check_lora, check_pretrained, check_stages, count_layers, hidden_size, vocabulary
 from lowbit.train.optim import check_torchao
 from lowbit.train.tied import tied_codec
 from lowbit.wire.pytorch import version
@@ -92,6 +92,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     tied_rows = tied_codec(config.pipeline)
     check_output(config)
     check_pretrained(config.model, config.data.sequence)
+    check_stages(config, [layout.layers_of(stage)[0] for stage in range(1, layout.stages)])
     check_lora(config)
     data = _load(config, recorded(config.run)[0])
     vocab = vocabulary(config.model, data.tokenizer.size)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lowbit.config import ConfigError
-from lowbit.train.cut import CUT
+from lowbit.train.cut import CUT, NOT_CUT, check_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SIZES = {
-    "num_hidden_layers": 4096, "n_layer": 4096, "hidden_size": 1 << 20, "n_embd": 1 << 20, "vocab_size": 1 << 26,
-    "num_attention_heads": 1 << 14, "n_head": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 16,
-    "intermediate_size": 1 << 22, "max_position_embeddings": 1 << 30, "n_positions": 1 << 30,
+    "num_hidden_layers": 4096, "n_layer": 4096, "num_layers": 4096, "hidden_size": 1 << 20, "n_embd": 1 << 20,
+    "vocab_size": 1 << 26, "num_attention_heads": 1 << 14, "n_head": 1 << 14, "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 16, "intermediate_size": 1 << 22, "max_position_embeddings": 1 << 30,
+    "n_positions": 1 << 30,
 }  # fmt: skip
 """Largest allowed sizes by their names in `config.json`: a larger one is a mistake or an attack."""
 
@@ -69,9 +70,10 @@ def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
             f"{given}, a model of type {kind!r} for more than text; allowed: a folder with its text model"
         )
     if not isinstance(kind, str) or kind not in CUT:
+        why = f": {NOT_CUT[kind]}" if isinstance(kind, str) and kind in NOT_CUT else ""
         raise ConfigError(
-            f"{given}, a model of type {kind!r}, which cannot be cut into stages; allowed: llama, qwen3, gemma3_text "
-            f"and {len(CUT) - 3} others (docs/how-to/train.md)"
+            f"{given}, a model of type {kind!r}, which cannot be cut into stages{why}; allowed: llama, qwen3, "
+            f"gemma3_text and {len(CUT) - 3} others (docs/how-to/train.md)"
         )
     if quantized is not None:
         how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
@@ -177,7 +179,8 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> di
 
     given, stored = f"{key} is {folder!r}", check_files(folder, key)
     layers = {match[0] for match in map(_LAYER.search, stored) if match}
-    if (count := config.num_hidden_layers) > len(layers):  # check this before building so many layers
+    count = config.num_layers if config.model_type == "longcat_flash" else config.num_hidden_layers
+    if count > len(layers):  # check this before building so many layers
         raise ConfigError(f"{given}; config.json has {count} layers, the weights are of {len(layers)}")
     try:
         with torch.device("meta"):
@@ -185,7 +188,7 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> di
     except Exception as error:  # Transformers and PyTorch raise many kinds of errors
         raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
     # A tied weight counts under both names: a file may hold either, or two weights that differ.
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     uses = _uses(model, expected, stored)
     found, tied = set().union(*uses.values()), getattr(model, "all_tied_weights_keys", None) or {}
     tied = tied | {source: name for name, source in tied.items() if name in found}
@@ -205,6 +208,10 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> di
         raise ConfigError(f"{given}; its layers hold {_few(strange)}, which {config.model_type} does not have")
     if others:
         log.warning("%s: %s of the folder are not part of the model, and are not used", given, _few(sorted(others)))
+    try:
+        check_decoder(model)
+    except Exception as error:  # Transformers and PyTorch raise many kinds of errors
+        raise ConfigError(f"{given}, a model that cannot be cut into stages: {reason(error)}") from error
     pair = getattr(model, "all_tied_weights_keys", None) or {}
     return {name: own for own, names in uses.items() for name in names if name in (*pair, *pair.values())}
 

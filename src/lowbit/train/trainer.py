@@ -346,4 +346,4 @@ class Trainer:
         }  # fmt: skip
         for stage, module in modules.items():
             compress(module, prepared.activations[stage], prepared.device)
-        return modules, bool(model.config.tie_word_embeddings)
+        return modules, bool(getattr(model.config, "tie_word_embeddings", False))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.train.config import ModelConfig, TrainConfig
-from lowbit.train.cut import Share, class_for, whole_class
+from lowbit.train.cut import Share, attention_of, class_for, whole_class
 from lowbit.train.model import add_adapters, hugging_face_config
 from lowbit.train.pretrained import check_weights, load, same_tensors
 
@@ -41,10 +41,10 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
         elif len(tied) == 1 and "embed" not in next(iter(tied)) and share.first:
             share = replace(share, last=True)  # the file has the output matrix only, which is the embedding
         quantized = quantization(model, exact, dtype)
-        placed = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
+        placed: dict[str, Any] = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
         built, _ = load(
-            class_for(exact, share), model.pretrained, "model.pretrained", config=exact, attn_implementation="sdpa",
-            dtype=dtype, quantization_config=quantized, **placed,
+            class_for(exact, share), model.pretrained, "model.pretrained", config=exact,
+            attn_implementation=attention_of(exact), dtype=dtype, quantization_config=quantized, **placed,
         )  # fmt: skip
     if config.lora.rank:
         add_adapters(built, config)
