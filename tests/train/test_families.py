@@ -18,17 +18,16 @@ from lowbit.config import ConfigError
 from lowbit.train import cut
 from lowbit.train.config import DataConfig, ModelConfig, TrainConfig
 from lowbit.train.cut import CUT, MIXES_SAMPLES, NOT_CUT, Share, attention_of, check_decoder, parts_of, whole_class
+from lowbit.train.export import Export
 from lowbit.train.model import (
     StageModule,
     check_pretrained,
     check_stages,
     count_layers,
-    gather_weights,
     hugging_face_config,
     next_token_loss,
-    save_model,
+    save_config,
 )
-from lowbit.train.pretrained import ByteTokenizer
 from lowbit.train.weights import build_share
 
 QUICK = ("afmoe", "cohere2_moe", "gemma2", "glm_moe_dsa", "granite", "longcat_flash", "starcoder2")
@@ -184,7 +183,8 @@ def _check_loading(model: Any, folder: Path) -> None:
     check_pretrained(config.model, 12)
     count = count_layers(config.model)
     assert count == len(getattr(model.base_model, parts_of(model.config)[1]))
-    expected, seen, weights = model.state_dict(), set(), {}
+    expected, seen = model.state_dict(), set()
+    stages: list[StageModule] = []
     every = dict(model.named_buffers()) | expected  # also those that are not saved, such as scales of embeddings
     for layers in (range(count // 2), range(count // 2, count)):
         share = Share(layers=frozenset(layers), first=0 in layers, last=count - 1 in layers)
@@ -192,9 +192,13 @@ def _check_loading(model: Any, folder: Path) -> None:
         for name, tensor in (dict(part.named_buffers()) | part.state_dict()).items():
             assert torch.equal(tensor, every[name]), name
             seen.add(name)
-        weights |= gather_weights({0: StageModule(part, layers=layers, first=share.first, last=share.last)})
+        stages.append(StageModule(part, layers=layers, first=share.first, last=share.last))
     assert seen >= expected.keys()
-    save_model(folder / "trained", weights, model.config, ByteTokenizer())
+    (folder / "trained").mkdir()
+    export = Export(stages, None, None, adapters=False)
+    export.reserve(folder / "trained", "model")
+    export.write()
+    save_config(folder / "trained", model.config, torch.float32)
     exported = whole_class(model.config).from_pretrained(folder / "trained").state_dict()
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
