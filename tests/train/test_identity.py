@@ -11,12 +11,13 @@ from lowbit.train.data import load_data
 from lowbit.train.identity import FIXED, Change, changes_between, layout_of, run_identity
 from lowbit.train.layout import make_layout
 from lowbit.train.pretrained import ByteTokenizer
-from tests.train.runs import again, tiny
+from tests.train.runs import again, base, tiny
 
 LOCAL = {
     "output", "device", "backend", "threads", "connections", "timeout_seconds", "checkpoint_every", "keep", "resume",
     "supervise", "restarts", "rejoin_seconds", "grace_seconds", "checksums", "allow_change", "overwrite",
     "eval_every", "eval_batches", "tensorboard", "progress", "report", "trace", "trace_steps", "save_model",
+    "save_dtype",
     "method",  # known by the settings that it stands for
 }  # fmt: skip
 TEXT = {"dataset", "dataset_config", "dataset_split", "column", "max_bytes"}  # known by their outcome
@@ -94,3 +95,11 @@ def test_a_warm_up_counts_until_it_is_over(step: int, differs: bool):
     for before, after in (values, values[::-1]):
         assert bool(changes_between(before, after, step=step)) == differs
     assert from_mapping({"run": {"steps": 20}}).codec_warmup_steps == 5, "follows from run.steps"
+
+
+def test_a_run_with_adapters_of_before_goes_on_in_float32_only(tmp_path: Path):
+    config = again(tiny(tmp_path), model={"pretrained": base(tmp_path)}, lora={"rank": 2})
+    before = {key: value for key, value in identity(config).items() if key != "model.weights"}
+    assert not changes_between(before, identity(again(config, model={"weights": "fp32"})), step=1)
+    (change,) = changes_between(before, identity(config), step=1)
+    assert str(change) == "model.weights was fp32 and is auto now"

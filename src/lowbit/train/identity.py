@@ -39,6 +39,9 @@ _LOCAL = {  # settings that may differ between machines
 CHOSEN = "pipeline.chosen"
 """Key of the formats that the run itself chose, in the identity of its checkpoints; a resume does not compare it."""
 
+_ONCE = {"model.weights": "fp32"}
+"""What settings were before checkpoints recorded them."""
+
 _FORMATS = ("pipeline.forward", "pipeline.backward", "pipeline.tied_rows", "gradients.storage", "gradients.all_reduce")
 _LONGEST = 500  # characters of a value in a message
 _WARM_UP = "pipeline.warmup_steps"
@@ -70,6 +73,8 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     identity = {f"model.{key}": value for key, value in architecture(model, vocab=vocab).items()}
     identity |= {f"lora.{key}": value if lora.rank or key == "rank" else None for key, value in vars(lora).items()}
     identity |= {
+        "model.weights": model.weights or ("auto" if lora.rank else None),
+        "model.double_quantization": model.double_quantization if model.weights == "nf4" else None,
         "model.dropout": model.dropout,
         "model.pretrained": pretrained_digest(model.pretrained),
         "lora.targets": list(targets_of(config)) if lora.rank else None,
@@ -140,7 +145,7 @@ def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step
     """
     changes = []
     for key, value in after.items():
-        was = before.get(key, "not recorded")
+        was = before.get(key, _ONCE.get(key, "not recorded"))
         if was is None or value is None:
             continue
         if key == dates.KEY and key not in before and before.get("data.text") == after["data.text"]:

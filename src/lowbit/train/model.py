@@ -247,7 +247,7 @@ class StageModule(nn.Module):
             if positions is not None:
                 inputs["position_ids"] = positions
             if self.last:
-                return self.model(**inputs, use_cache=False).logits.to(self.autocast or torch.float32)
+                return self.model(**inputs, use_cache=False).logits.to(self.autocast or self.dtype)
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state.to(self.boundary_dtype)
             # Zero-bubble schedules detach outputs in place, which fails for views.
             return hidden.clone() if hidden._is_view() else hidden

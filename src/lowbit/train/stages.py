@@ -150,7 +150,7 @@ class Pipeline:
         module, shape = self.modules[index], (self.config.rows, self.config.data.sequence)
         floats: Any = {"device": "meta", "requires_grad": True}
         activations = torch.empty(*shape, module.width, dtype=module.boundary_dtype, **floats)
-        logits = torch.empty(*shape, module.vocab, dtype=module.autocast or torch.float32, **floats)
+        logits = torch.empty(*shape, module.vocab, dtype=module.autocast or module.dtype, **floats)
         common: dict[str, Any] = {  # meta tensors like those of a micro-batch save PyTorch a trial run
             "input_args": torch.empty(shape, dtype=torch.int64, device="meta") if module.first else activations,
             "output_args": logits if module.last else activations, "group": self._group,
