@@ -155,14 +155,14 @@ class Export:
         """Yield trained weights as files have them, in which experts may be apart; `meta`: without their data."""
         for module in self._modules:
             named = [(name, p.detach()) for p, name in module.names.items() if p.requires_grad or not self._adapters]
-            named = [(name, p) for name, p in named if name not in module.aliases]
-            named += [] if self._adapters else module.saved_buffers.items()
+            named = [(name, p.to("meta") if meta else p) for name, p in named if name not in module.aliases]
+            if self._adapters:  # as PEFT names them
+                yield from ((f"base_model.model.{name.replace('.default.', '.')}", p) for name, p in named)
+                continue
+            named += [(name, x.to("meta") if meta else x) for name, x in module.saved_buffers.items()]
             for _, group in groupby(sorted(named), key=lambda pair: pair[0].rpartition(".layers.")[2].split(".")[0]):
-                for name, tensor in module.as_stored({n: p.to("meta") if meta else p for n, p in group}).items():
-                    if self._adapters:  # as PEFT names them
-                        yield f"base_model.model.{name.replace('.default.', '.')}", tensor
-                    else:
-                        yield name, tensor if self._dtype is None else tensor.to(self._dtype)
+                for name, tensor in module.as_stored(dict(group)).items():
+                    yield name, tensor if self._dtype is None else tensor.to(self._dtype)
 
 
 def _checked(described: Any, rank: int) -> list[Weight]:

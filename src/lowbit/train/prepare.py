@@ -33,6 +33,7 @@ from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.model import check_lora, check_pretrained, check_stages, count_layers, hidden_size, vocabulary
 from lowbit.train.optim import check_torchao
 from lowbit.train.tied import tied_codec
+from lowbit.train.weights import check_quantization
 from lowbit.wire.pytorch import version
 
 _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # the backward pass, in two
@@ -94,6 +95,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     check_pretrained(config.model, config.data.sequence)
     check_stages(config, [layout.layers_of(stage)[0] for stage in range(1, layout.stages)])
     check_lora(config)
+    check_quantization(config)
     data = _load(config, recorded(config.run)[0])
     vocab = vocabulary(config.model, data.tokenizer.size)
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))

@@ -5,16 +5,18 @@ drawn, one at a time.
 """
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowbit.config import ConfigError
 from lowbit.train.config import ModelConfig, TrainConfig
 from lowbit.train.cut import Share, attention_of, class_for, whole_class
 from lowbit.train.model import add_adapters, hugging_face_config
-from lowbit.train.pretrained import check_weights, load, same_tensors
+from lowbit.train.pretrained import check_weights, load, read_config, same_tensors
 
 _RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 _CONSTANT = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
@@ -46,6 +48,11 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
             class_for(exact, share), model.pretrained, "model.pretrained", config=exact,
             attn_implementation=attention_of(exact), dtype=dtype, quantization_config=quantized, **placed,
         )  # fmt: skip
+    for module in built.modules():
+        # In evaluation mode, bitsandbytes packs weights for processors with AVX-512 so that later training gets no
+        # gradient through them, without an error.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     if config.lora.rank:
         add_adapters(built, config)
     return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
@@ -56,6 +63,26 @@ def weights_of(config: TrainConfig, autocast: torch.dtype | None) -> str:
     if config.model.weights is not None:
         return config.model.weights
     return "bf16" if config.lora.rank and autocast == torch.bfloat16 else "fp32"
+
+
+def check_quantization(config: TrainConfig) -> None:
+    """Check what a run with frozen weights in few bits needs.
+
+    Raises:
+        ConfigError: the folder's weights are quantized and would be trained, or quantized again; a package is missing.
+    """
+    model = config.model
+    stored = bool(model.pretrained and read_config(model.pretrained).get("quantization_config"))
+    given = f"model.pretrained is {model.pretrained!r}, whose weights have 4 or 8 bits"
+    if stored and model.weights is not None:
+        raise ConfigError(f"{given}, and model.weights is {model.weights}; allowed: no model.weights")
+    if stored and not config.lora.rank:
+        raise ConfigError(f"{given}, and lora.rank is 0; allowed: with lora.rank of at least 1")
+    if stored or model.weights in ("int8", "nf4"):
+        for package in ("bitsandbytes", "accelerate"):
+            if find_spec(package) is None:
+                what = given if stored else f"model.weights is {model.weights}"
+                raise ConfigError(f"{what}, which needs the package {package}: pip install 'lowbit[qlora]'")
 
 
 def quantization(model: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
