@@ -2,6 +2,7 @@ import os
 import tracemalloc
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -167,6 +168,25 @@ def test_hidden_files_and_folders_of_a_folder_are_no_text(tmp_path: Path):
         files_named((str(tmp_path / "empty"),), "data.text")
 
 
+def test_what_is_no_file_is_refused_before_anything_waits_for_it(tmp_path: Path):
+    """A pipe, such as <(zcat notes.gz), would be empty for all but the first process, which wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "link").symlink_to("x" * 300)
+    refused(
+        (lambda: files_named((str(tmp_path / "pipe"),), "data.text"), ConfigError, "data.text has '.*pipe', where "),
+        (lambda: files_named(("/dev/null",), "data.text"), ConfigError, "data.text has '/dev/null', where there is no"),
+        (
+            lambda: files_named((str(tmp_path / "far"),), "data.text"),
+            ConfigError,
+            "data.text .*: File name too long: .*link",
+        ),
+        (lambda: files_named(("~nobody-here/x",), "data.text"), ConfigError, "data.text has '~nobody-here/x': .*home"),
+    )
+    [told] = refused((lambda: files_named(("the text " * 500,), "data.text"), ConfigError, "data.text has 'the text "))
+    assert len(told) < 800, "a text in place of a path"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file_is_named(tmp_path: Path):
     (text,) = _text(tmp_path, 1)
@@ -206,6 +226,23 @@ def test_a_dataset_on_disk(tmp_path: Path):
         (partial(read, "both", dataset_split="x"), ConfigError, r"data.dataset_split is 'x'; .* has: train, rest"),
         (partial(read, "."), ConfigError, r"data.dataset '.*' cannot be opened"),
     )
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow", "torch"])
+def test_a_dataset_on_disk_may_have_been_saved_with_a_format(tmp_path: Path, kind: str):
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("pandas")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).with_format(kind).save_to_disk(tmp_path)
+    assert list(documents(DataConfig(dataset=str(tmp_path)))) == [b"one", b"two"]
+
+
+def test_a_dataset_whose_error_says_nothing_is_refused_in_one_line(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    with (
+        mock.patch.object(datasets, "load_from_disk", side_effect=NotImplementedError),
+        pytest.raises(ConfigError, match="cannot be opened: NotImplementedError$"),
+    ):
+        list(documents(DataConfig(dataset=str(tmp_path))))
 
 
 @pytest.mark.parametrize("wrong", [None, ["a"], 3, {"a": "b"}], ids=repr)

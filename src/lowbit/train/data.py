@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError, atomic
-from lowbit.terminal import printable
+from lowbit.terminal import one_line, printable, shown
 from lowbit.train import dates
 from lowbit.train.answers import Answers, encode, fit, fit_held_out, read_samples
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
 from lowbit.train.pretrained import ByteTokenizer, Tokenizer, definition, load_tokenizer
+from lowbit.wire.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -248,10 +249,10 @@ def documents(data: DataConfig) -> Iterator[bytes]:
 
 
 def _column(data: DataConfig, rows: Any) -> Iterator[bytes]:
-    for number, row in enumerate(rows.select_columns(data.column), 1):
+    for number, row in enumerate(rows.select_columns(data.column).with_format(None), 1):
         if not isinstance(text := row[data.column], str):
             raise ConfigError(
-                f"data.dataset {data.dataset!r} row {number}: {data.column} is {text!r:.60}; allowed: text, "
+                f"data.dataset {data.dataset!r} row {number}: {data.column} is {shown(text, 60)}; allowed: text, "
                 "in a data.column without other values"
             )
         yield text.encode()
@@ -295,19 +296,27 @@ def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
     """Expand patterns to files, in the order of the patterns and sorted within each; `key`: the setting, for errors."""
     files: list[Path] = []
     for pattern in patterns:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            matches = sorted(_files_below(path))
-        elif path.exists():
-            matches = [path]
-        else:
-            matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        try:
+            path = Path(pattern).expanduser()
+            matches = sorted(_files_at(path))
+        except (OSError, RuntimeError) as error:  # RuntimeError: a home that is not known
+            reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"{key} has {shown(pattern)}: {one_line(reason, 300)}") from error
         if not matches:
             folder = "a folder with a file that is not hidden"
             allowed = folder if path.is_dir() else "a file, a folder, or a pattern that matches a file"
-            raise ConfigError(f"{key} has {pattern!r}, where there is no file; allowed: {allowed}")
+            raise ConfigError(f"{key} has {shown(pattern)}, where there is no file; allowed: {allowed}")
         files.extend(matches)
     return files
+
+
+def _files_at(path: Path) -> Iterable[Path]:
+    """List the regular files: a pipe or the like would be empty for all but the first process that reads it."""
+    if path.is_dir():
+        return _files_below(path)
+    if path.is_file():
+        return [path]
+    return (Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
 
 
 def _files_below(root: Path) -> Iterator[Path]:
@@ -348,7 +357,7 @@ def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optiona
             return datasets.load_dataset(data.dataset, data.dataset_config or None, split=data.dataset_split)
         opened = datasets.load_from_disk(data.dataset)
     except Exception as error:  # the package raises errors of its own and of its storage
-        raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {first_line(error)}") from error
     if isinstance(opened, datasets.Dataset):
         return opened
     if data.dataset_split not in opened:  # a DatasetDict
