@@ -2,6 +2,7 @@ import os
 import tracemalloc
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,6 +13,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lowbit.config import ConfigError
+from lowbit.train import from_mapping
 from lowbit.train.config import DataConfig
 from lowbit.train.data import Order, Windows, capped, documents, files_named, library_files, load_data
 from lowbit.train.folder import RunFolder
@@ -129,6 +131,22 @@ def test_a_folder_tokenizer_ends_documents(folder: str):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.size == 4
     assert tokenizer.encode(b"few bits \xff few").tolist() == [2, 3, 0, 2, 1]
+
+
+def test_documents_that_are_no_text_are_counted(tmp_path: Path, folder: str):
+    """Such as pictures beside notes: a tokenizer would write the replacement character for what it cannot read."""
+    for name, content in {"1.txt": "few bits é " * 40, "2.txt": "few bits é "}.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "3.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "4.txt").write_text("few", encoding="utf-16")
+    values: Any = {"text": str(tmp_path / "*"), "tokenizer": folder, "batch": 1, "sequence": 4}
+
+    def notes(**data: Any) -> tuple[str, ...]:
+        return load_data(from_mapping({"data": values | data, "pipeline": {"microbatches": 1}}).data).notes
+
+    told = "2 of 4 documents are not UTF-8, such as pictures: the tokenizer replaces bytes of theirs"
+    assert notes() == (told,)
+    assert notes(tokenizer="bytes") == notes(max_bytes=12 * 40 - 2) == (), "or end within a character"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Every rank computes the sample ids of a step from the seed and the step number. 
 and a run that resumes at step N sees exactly the samples that it would have seen.
 """
 
+import codecs
 import glob
 import hashlib
 import logging
@@ -122,17 +123,23 @@ def load_data(data: DataConfig, *, cache: Path | None = None, date: str = "") ->
     tokenizer = load_tokenizer(data.tokenizer)
     if data.format == "jsonl":
         return _load_samples(data, tokenizer, data.date or date or dates.today())
-    tokens = _tokens(capped(documents(data), data.max_bytes), tokenizer, cache)
+    are_text: list[bool] = []  # of each document
+    tokens = _tokens(_checked(capped(documents(data), data.max_bytes), are_text), tokenizer, cache)
     if not len(tokens):
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
     if data.held_out:
         texts = read_files(files_named(data.held_out, "data.held_out"), data.max_bytes)
-        held_out = _tokens(texts, tokenizer, cache)
+        held_out = _tokens(_checked(texts, are_text), tokenizer, cache)
     else:
         tokens, held_out = np.split(tokens, [held_out_start(len(tokens), data.held_out_share)])
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
+    if not all(are_text) and not isinstance(tokenizer, ByteTokenizer):
+        notes.append(
+            f"{are_text.count(False)} of {len(are_text)} documents are not UTF-8, such as pictures: "
+            "the tokenizer replaces bytes of theirs"
+        )
     if any(text.endswith(".jsonl") for text in data.text):
-        notes = ("data.text names .jsonl files and data.format is text: the model learns their lines as they are",)
+        notes.append("data.text names .jsonl files and data.format is text: the model learns their lines as they are")
     train, evaluated = Windows(tokens, data.sequence), Windows(held_out, data.sequence)
     if len(train) < data.batch:
         raise ConfigError(
@@ -143,7 +150,7 @@ def load_data(data: DataConfig, *, cache: Path | None = None, date: str = "") ->
         raise ConfigError(
             f"data.held_out has {len(held_out)} tokens; allowed: more than data.sequence ({data.sequence})"
         )
-    return Data(train=train, held_out=evaluated, tokenizer=tokenizer, notes=notes)
+    return Data(train=train, held_out=evaluated, tokenizer=tokenizer, notes=tuple(notes))
 
 
 def _load_samples(data: DataConfig, tokenizer: Tokenizer, day: str) -> Data:
@@ -220,6 +227,17 @@ def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None
     with atomic.replacing(path) as part:  # as other ranks may read
         np.save(part, tokens)
     return tokens
+
+
+def _checked(documents: Iterable[bytes], are_text: list[bool]) -> Iterator[bytes]:
+    """Yield the documents, and note of each whether it is UTF-8, which may be cut short within a character."""
+    for document in documents:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(document)
+            are_text.append(True)
+        except UnicodeDecodeError:
+            are_text.append(False)
+        yield document
 
 
 def _read(path: Path) -> np.ndarray | None:
