@@ -214,6 +214,33 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
     assert not any("\n" in text for text in texts)
 
 
+WRITTEN = {
+    "tools": "{{ tools | tojson if tools }}",
+    "tool_calls": "{% for m in messages %}{{ m['tool_calls'] | tojson if m['tool_calls'] }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("left_out", WRITTEN)
+def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path, left_out: str):
+    """As those of models that use none, which would learn to call nothing and to know the results."""
+    calling: Any = talk(SAID, ("assistant", "A"), ("tool", "1"), ("assistant", "B"))
+    calling["tools"] = [{"type": "function", "function": {"name": "plus"}}]
+    calling["messages"][1]["tool_calls"] = [{"name": "minus", "arguments": {"a": 1}}]
+    nothing: Any = talk(SAID, ("assistant", "A")) | {"tools": []}
+    nothing["messages"][1]["tool_calls"] = None
+    path = tmp_path / "samples.jsonl"
+
+    def read(template: str, line: Any) -> int:
+        path.write_text(json.dumps(line))
+        return len(read_samples([path], limit=10**6, tokenizer=chat_tokenizer(tmp_path / "chat", template))[0])
+
+    assert read("".join(WRITTEN.values()) + CHATML, calling) == read(CHATML, nothing) == 1
+    others = "".join(text for key, text in WRITTEN.items() if key != left_out)
+    name = {"tools": "tools: 'plus'", "tool_calls": "tool_calls of message 2: 'minus'"}[left_out]
+    text = f"line 1: the chat template leaves out {name}; allowed: a tokenizer whose template writes them$"
+    refused((lambda: read(others + CHATML, calling), ConfigError, text))
+
+
 def test_a_byte_order_mark_is_skipped(tmp_path: Path):
     path, line = tmp_path / "samples.jsonl", b'{"prompt": "a", "answer": "b"}\r\n'
     path.write_bytes(2 * (codecs.BOM_UTF8 + line))

@@ -2,6 +2,8 @@ import os
 import tracemalloc
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lowbit.config import ConfigError
+from lowbit.train import from_mapping
 from lowbit.train.config import DataConfig
 from lowbit.train.data import Order, Windows, capped, documents, files_named, library_files, load_data
 from lowbit.train.folder import RunFolder
@@ -130,6 +133,22 @@ def test_a_folder_tokenizer_ends_documents(folder: str):
     assert tokenizer.encode(b"few bits \xff few").tolist() == [2, 3, 0, 2, 1]
 
 
+def test_documents_that_are_no_text_are_counted(tmp_path: Path, folder: str):
+    """Such as pictures beside notes: a tokenizer would write the replacement character for what it cannot read."""
+    for name, content in {"1.txt": "few bits é " * 40, "2.txt": "few bits é "}.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "3.png").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "4.txt").write_text("few", encoding="utf-16")
+    values: Any = {"text": str(tmp_path / "*"), "tokenizer": folder, "batch": 1, "sequence": 4}
+
+    def notes(**data: Any) -> tuple[str, ...]:
+        return load_data(from_mapping({"data": values | data, "pipeline": {"microbatches": 1}}).data).notes
+
+    told = "2 of 4 documents are not UTF-8, such as pictures: the tokenizer replaces bytes of theirs"
+    assert notes() == (told,)
+    assert notes(tokenizer="bytes") == notes(max_bytes=12 * 40 - 2) == (), "or end within a character"
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -165,6 +184,25 @@ def test_hidden_files_and_folders_of_a_folder_are_no_text(tmp_path: Path):
     (tmp_path / "empty" / ".git" / "HEAD").touch()
     with pytest.raises(ConfigError, match=r"data\.text has .*empty.*allowed: a folder with a file that is not hidden"):
         files_named((str(tmp_path / "empty"),), "data.text")
+
+
+def test_what_is_no_file_is_refused_before_anything_waits_for_it(tmp_path: Path):
+    """A pipe, such as <(zcat notes.gz), would be empty for all but the first process, which wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "link").symlink_to("x" * 300)
+    refused(
+        (lambda: files_named((str(tmp_path / "pipe"),), "data.text"), ConfigError, "data.text has '.*pipe', where "),
+        (lambda: files_named(("/dev/null",), "data.text"), ConfigError, "data.text has '/dev/null', where there is no"),
+        (
+            lambda: files_named((str(tmp_path / "far"),), "data.text"),
+            ConfigError,
+            "data.text .*: File name too long: .*link",
+        ),
+        (lambda: files_named(("~nobody-here/x",), "data.text"), ConfigError, "data.text has '~nobody-here/x': .*home"),
+    )
+    [told] = refused((lambda: files_named(("the text " * 500,), "data.text"), ConfigError, "data.text has 'the text "))
+    assert len(told) < 800, "a text in place of a path"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -206,6 +244,23 @@ def test_a_dataset_on_disk(tmp_path: Path):
         (partial(read, "both", dataset_split="x"), ConfigError, r"data.dataset_split is 'x'; .* has: train, rest"),
         (partial(read, "."), ConfigError, r"data.dataset '.*' cannot be opened"),
     )
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow", "torch"])
+def test_a_dataset_on_disk_may_have_been_saved_with_a_format(tmp_path: Path, kind: str):
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("pandas")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).with_format(kind).save_to_disk(tmp_path)
+    assert list(documents(DataConfig(dataset=str(tmp_path)))) == [b"one", b"two"]
+
+
+def test_a_dataset_whose_error_says_nothing_is_refused_in_one_line(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    with (
+        mock.patch.object(datasets, "load_from_disk", side_effect=NotImplementedError),
+        pytest.raises(ConfigError, match="cannot be opened: NotImplementedError$"),
+    ):
+        list(documents(DataConfig(dataset=str(tmp_path))))
 
 
 @pytest.mark.parametrize("wrong", [None, ["a"], 3, {"a": "b"}], ids=repr)

@@ -137,6 +137,9 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture a list": (config(model_type=["llama"]), "a model of type ['llama'], which cannot be cut"),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), "is quantized (gptq); allowed: bitsandbytes"),
     "generation not JSON": (write("generation_config.json", b"x"), "generation_config.json is not JSON: "),
+    "generation invalid": (
+        write("generation_config.json", b'{"watermarking_config": 3}'), "generation_config.json cannot be used: Attrib"
+    ),
     "generation a list": (write("generation_config.json", b"[]"), "generation_config.json does not hold a JSON object"),
     "tokenizer with code": (
         rewrite("tokenizer_config.json", tokenizer_class="Mine", auto_map=CODE),

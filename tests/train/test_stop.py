@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.config import to_toml
+from lowbit.job.launch import LaunchError, RankProgram, start_one
 from lowbit.train import StepMetrics, StoppedError, TrainConfig, train
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.checkpoints.save import Checkpoints
@@ -116,6 +117,41 @@ def test_a_launched_run_stops_and_says_how_to_resume(tmp_path: Path, supervise: 
     assert last.startswith("error: rank 1 got" if supervise else "error: interrupted by SIGTERM; ")
     assert last.endswith(how)
     assert "Starting again" not in told
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "interrupted"),
+    [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, True), (signal.SIGKILL, -9, False)],
+)
+def test_a_signal_to_a_rank_that_still_reads_the_text_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int, interrupted: bool
+):
+    """It ends by the signal, as it has nothing to save; a supervisor must not start it again."""
+    start, reading = subprocess.Popen, f"import os, time; os.kill(os.getpid(), {number:d}); time.sleep(60)"
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **pipes: start([sys.executable, "-c", reading], **pipes))
+    with pytest.raises(LaunchError, match=f"^rank 0 was ended by {number.name}$") as ended:
+        start_one(RankProgram(module="", order="", timeout=30, threads=1, grace=5))
+    assert (ended.value.code, ended.value.interrupted) == (code, interrupted)
+
+
+PASSED_ON = """
+import os, signal, socket, time
+from lowbit.job.stop import stop_requests
+ours, theirs = socket.socketpair()
+ours.setblocking(False)
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+signal.set_wakeup_fd(ours.fileno())
+with stop_requests(60, lambda request: os.write(1, request.name.encode()), lambda *_: None):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+theirs.settimeout(10)
+print(*theirs.recv(9))
+"""
+
+
+def test_signals_that_the_program_handles_reach_its_event_loop():
+    done = subprocess.run([sys.executable, "-c", PASSED_ON], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"SIGINT{signal.SIGTERM:d}\n", done.stderr
 
 
 FORCED = """

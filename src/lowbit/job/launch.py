@@ -195,6 +195,8 @@ def _watch(processes: list[Process], grace: float, alarm: "Alarm | None" = None)
     if request.number:
         reason = f"interrupted by {request.name}{f'; {reason}' if failed.left_on_request else ''}"
         code = code_of(request.number)
+    elif -code in STOPPED.values():  # of a rank that could not stop with the others yet: it had nothing to save
+        code = code_of(-code)
     others = "; all ranks were ended" if len(processes) > 1 and not failed.left_on_request else ""
     raise LaunchError(reason + others, code, interrupted=code in STOPPED)
 

@@ -74,10 +74,9 @@ def stop_requests(
     before = {number: signal.getsignal(number) for number in _SIGNALS if signal.getsignal(number) in default}
     exit_, entry = os.pipe()
     os.set_blocking(entry, False)
-    watch = threading.Thread(
-        target=_watch, args=(exit_, set(before), request, grace, asked, forced), name="lowbit-signals", daemon=True
-    )
     earlier = signal.set_wakeup_fd(entry, warn_on_full_buffer=False)
+    arguments = (exit_, earlier, set(before), request, grace, asked, forced)
+    watch = threading.Thread(target=_watch, args=arguments, name="lowbit-signals", daemon=True)
     for number in before:
         signal.signal(number, lambda number, frame: None)
     watch.start()
@@ -94,13 +93,14 @@ def stop_requests(
 
 def _watch(
     exit_: int,
+    earlier: int,
     numbers: set[int],
     request: StopRequest,
     grace: float,
     asked: Callable[[StopRequest], None],
     forced: Callable[[int, str], None],
 ) -> None:
-    """Read numbers of signals until the pipe is closed, or the end was forced."""
+    """Read numbers of signals until the pipe is closed, or the end was forced; pass others on, as to an event loop."""
     begin = time.monotonic()
     while True:
         left = max(0.0, begin + grace - time.monotonic()) if request.number else None
@@ -109,6 +109,8 @@ def _watch(
         if not (piece := os.read(exit_, 1)):
             return None
         if piece[0] not in numbers:
+            with contextlib.suppress(OSError):  # there may be none
+                os.write(earlier, piece)
             continue
         if not request.number:
             begin, request.number = time.monotonic(), piece[0]

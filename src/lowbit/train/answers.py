@@ -153,12 +153,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
     except Exception as error:  # a foreign template may raise anything
         reason = one_line(str(error)) or type(error).__name__
         raise ConfigError(f"{where}: the chat template refuses the messages: {reason}") from error
-    for index, message in enumerate(messages, 1):
-        if message["role"] != "assistant" and message["content"].strip() not in whole:
-            raise ConfigError(
-                f"{where}: the chat template leaves out message {index}, of role {message['role']!r}; "
-                "allowed: roles that the template knows"
-            )
+    _check_written(record, whole, where)
     if spans[-1][1] != whole:  # both are the whole conversation
         raise ConfigError(
             f"{where}: the chat template writes the same messages differently each time; "
@@ -176,6 +171,26 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
         parts += [TextPart(whole[done : len(before)], learned=False), TextPart(after[len(before) :], learned=True)]
         done = len(after)
     return TextSample(tuple(parts), plain=False, learns_last=not all(agreed))
+
+
+def _check_written(record: dict[str, Any], whole: str, where: str) -> None:
+    """Raise ConfigError if the template has left out a message, a tool or a call of one."""
+    tools: dict[str, Any] = {"tools": record.get("tools")}
+    for index, message in enumerate(record["messages"], 1):
+        if message["role"] != "assistant" and message["content"].strip() not in whole:
+            raise ConfigError(
+                f"{where}: the chat template leaves out message {index}, of role {message['role']!r}; "
+                "allowed: roles that the template knows"
+            )
+        tools[f"tool_calls of message {index}"] = message.get("tool_calls")
+    for key, values in tools.items():
+        for value in values if isinstance(values, list) else ():
+            function = value.get("function", value) if isinstance(value, dict) else None
+            if isinstance(function, dict) and str(name := function.get("name", "")) not in whole:
+                raise ConfigError(
+                    f"{where}: the chat template leaves out {key}: {name!r:.60}; "
+                    "allowed: a tokenizer whose template writes them"
+                )
 
 
 def _check_messages(messages: Any, where: str) -> None:

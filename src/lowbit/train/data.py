@@ -6,6 +6,7 @@ Every rank computes the sample ids of a step from the seed and the step number. 
 and a run that resumes at step N sees exactly the samples that it would have seen.
 """
 
+import codecs
 import glob
 import hashlib
 import logging
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError, atomic
-from lowbit.terminal import printable
+from lowbit.terminal import one_line, printable, shown
 from lowbit.train import dates
 from lowbit.train.answers import Answers, encode, fit, fit_held_out, read_samples
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
 from lowbit.train.pretrained import ByteTokenizer, Tokenizer, definition, load_tokenizer
+from lowbit.wire.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -121,17 +123,23 @@ def load_data(data: DataConfig, *, cache: Path | None = None, date: str = "") ->
     tokenizer = load_tokenizer(data.tokenizer)
     if data.format == "jsonl":
         return _load_samples(data, tokenizer, data.date or date or dates.today())
-    tokens = _tokens(capped(documents(data), data.max_bytes), tokenizer, cache)
+    are_text: list[bool] = []  # of each document
+    tokens = _tokens(_checked(capped(documents(data), data.max_bytes), are_text), tokenizer, cache)
     if not len(tokens):
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
     if data.held_out:
         texts = read_files(files_named(data.held_out, "data.held_out"), data.max_bytes)
-        held_out = _tokens(texts, tokenizer, cache)
+        held_out = _tokens(_checked(texts, are_text), tokenizer, cache)
     else:
         tokens, held_out = np.split(tokens, [held_out_start(len(tokens), data.held_out_share)])
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
+    if not all(are_text) and not isinstance(tokenizer, ByteTokenizer):
+        notes.append(
+            f"{are_text.count(False)} of {len(are_text)} documents are not UTF-8, such as pictures: "
+            "the tokenizer replaces bytes of theirs"
+        )
     if any(text.endswith(".jsonl") for text in data.text):
-        notes = ("data.text names .jsonl files and data.format is text: the model learns their lines as they are",)
+        notes.append("data.text names .jsonl files and data.format is text: the model learns their lines as they are")
     train, evaluated = Windows(tokens, data.sequence), Windows(held_out, data.sequence)
     if len(train) < data.batch:
         raise ConfigError(
@@ -142,7 +150,7 @@ def load_data(data: DataConfig, *, cache: Path | None = None, date: str = "") ->
         raise ConfigError(
             f"data.held_out has {len(held_out)} tokens; allowed: more than data.sequence ({data.sequence})"
         )
-    return Data(train=train, held_out=evaluated, tokenizer=tokenizer, notes=notes)
+    return Data(train=train, held_out=evaluated, tokenizer=tokenizer, notes=tuple(notes))
 
 
 def _load_samples(data: DataConfig, tokenizer: Tokenizer, day: str) -> Data:
@@ -221,6 +229,17 @@ def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None
     return tokens
 
 
+def _checked(documents: Iterable[bytes], are_text: list[bool]) -> Iterator[bytes]:
+    """Yield the documents, and note of each whether it is UTF-8, which may be cut short within a character."""
+    for document in documents:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(document)
+            are_text.append(True)
+        except UnicodeDecodeError:
+            are_text.append(False)
+        yield document
+
+
 def _read(path: Path) -> np.ndarray | None:
     """Read the token ids that an earlier run cached; None if the file is missing or unreadable."""
     if not path.is_file():
@@ -248,10 +267,10 @@ def documents(data: DataConfig) -> Iterator[bytes]:
 
 
 def _column(data: DataConfig, rows: Any) -> Iterator[bytes]:
-    for number, row in enumerate(rows.select_columns(data.column), 1):
+    for number, row in enumerate(rows.select_columns(data.column).with_format(None), 1):
         if not isinstance(text := row[data.column], str):
             raise ConfigError(
-                f"data.dataset {data.dataset!r} row {number}: {data.column} is {text!r:.60}; allowed: text, "
+                f"data.dataset {data.dataset!r} row {number}: {data.column} is {shown(text, 60)}; allowed: text, "
                 "in a data.column without other values"
             )
         yield text.encode()
@@ -295,19 +314,27 @@ def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
     """Expand patterns to files, in the order of the patterns and sorted within each; `key`: the setting, for errors."""
     files: list[Path] = []
     for pattern in patterns:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            matches = sorted(_files_below(path))
-        elif path.exists():
-            matches = [path]
-        else:
-            matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        try:
+            path = Path(pattern).expanduser()
+            matches = sorted(_files_at(path))
+        except (OSError, RuntimeError) as error:  # RuntimeError: a home that is not known
+            reason = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"{key} has {shown(pattern)}: {one_line(reason, 300)}") from error
         if not matches:
             folder = "a folder with a file that is not hidden"
             allowed = folder if path.is_dir() else "a file, a folder, or a pattern that matches a file"
-            raise ConfigError(f"{key} has {pattern!r}, where there is no file; allowed: {allowed}")
+            raise ConfigError(f"{key} has {shown(pattern)}, where there is no file; allowed: {allowed}")
         files.extend(matches)
     return files
+
+
+def _files_at(path: Path) -> Iterable[Path]:
+    """List the regular files: a pipe or the like would be empty for all but the first process that reads it."""
+    if path.is_dir():
+        return _files_below(path)
+    if path.is_file():
+        return [path]
+    return (Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
 
 
 def _files_below(root: Path) -> Iterator[Path]:
@@ -348,7 +375,7 @@ def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optiona
             return datasets.load_dataset(data.dataset, data.dataset_config or None, split=data.dataset_split)
         opened = datasets.load_from_disk(data.dataset)
     except Exception as error:  # the package raises errors of its own and of its storage
-        raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {first_line(error)}") from error
     if isinstance(opened, datasets.Dataset):
         return opened
     if data.dataset_split not in opened:  # a DatasetDict

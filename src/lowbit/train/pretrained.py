@@ -4,6 +4,7 @@ The checks come before any communication: the configuration, and names, shapes a
 headers of their files. Code in a folder is never run, whatever its files ask for, and nothing is downloaded.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -99,10 +100,17 @@ def _read_object(given: str, path: Path) -> dict[str, Any]:
 
 
 def check_generation_config(folder: str, key: str = "model.pretrained") -> None:
-    """Check that how to generate text, if a model's folder says so, is a JSON object: Transformers ignores others."""
+    """Check how to generate text, if a model's folder says so: Transformers ignores it if it is not a JSON object."""
+    from transformers import GenerationConfig
+
     path = Path(folder) / GENERATION
     if path.is_file():
-        _read_object(f"{key} is {folder!r}", path)
+        values = _read_object(f"{key} is {folder!r}", path)
+        try:
+            with _quiet():
+                GenerationConfig.from_dict(values)
+        except Exception as error:  # from Transformers, of many kinds
+            raise ConfigError(f"{key} is {folder!r}; {path} cannot be used: {reason(error)}") from error
 
 
 def read_json(path: Path) -> Any:
@@ -262,6 +270,20 @@ def _uses(model: Any, expected: Mapping[str, Any], stored: Iterable[str]) -> dic
     return uses
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Let Transformers log errors only, and show no progress."""
+    from transformers.utils import logging as hugging_face
+
+    hugging_face.disable_progress_bar()
+    level = hugging_face.get_verbosity()
+    hugging_face.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hugging_face.set_verbosity(level)
+
+
 def load(auto: Any, folder: str, key: str, *, complete: bool = True, **options: Any) -> tuple[Any, list[str]]:
     """Load a model with one of Transformers' Auto classes; also return the names of weights that the folder lacks.
 
@@ -271,19 +293,13 @@ def load(auto: Any, folder: str, key: str, *, complete: bool = True, **options: 
     Raises:
         ConfigError: it cannot be loaded, or weights are missing or have other shapes.
     """
-    from transformers.utils import logging as hugging_face
-
-    hugging_face.disable_progress_bar()
-    level = hugging_face.get_verbosity()
-    hugging_face.set_verbosity_error()  # errors below report the same in one line
     try:
-        model, about = auto.from_pretrained(
-            folder, output_loading_info=True, local_files_only=True, trust_remote_code=False, **options
-        )
+        with _quiet():  # errors below report the same in one line
+            model, about = auto.from_pretrained(
+                folder, output_loading_info=True, local_files_only=True, trust_remote_code=False, **options
+            )
     except Exception as error:  # from safetensors, pickle, Transformers or PyTorch
         raise ConfigError(f"{key} {folder!r} cannot be loaded: {reason(error)}") from error
-    finally:
-        hugging_face.set_verbosity(level)
     if about.get("mismatched_keys"):
         name, stored, shape = min(about["mismatched_keys"])
         raise ConfigError(f"{key} is {folder!r}; {name} has shape {tuple(stored)}, config.json says {tuple(shape)}")
