@@ -96,6 +96,23 @@ def test_every_package_is_in_the_map_and_no_file_is_too_long():
     assert not {file: count for file, count in lines.items() if count > MOST_LINES}, "perhaps two rooms"
 
 
+THREADS = {
+    "wire/threads.py": "joined when the process ends",
+    "wire/mailbox.py": "joined when the process ends, after its connections are closed",
+    "collectives/calls.py": "joined when the process ends",
+    "job/peers.py": "joined by `close`",
+    **dict.fromkeys(
+        ("job/launch.py", "job/output.py", "doctor/survey.py", "train/progress.py"), "never inside PyTorch"
+    ),
+}
+"""Files that start threads, and why none aborts the process when its interpreter ends (`wire.threads`)."""
+
+
+def test_no_other_file_starts_threads():
+    starting = [file for file in LIBRARY if re.search(r"\b(Thread|Timer)\(", file.read_text())]
+    assert {str(file.relative_to(SOURCE / "lowbit")) for file in starting} == THREADS.keys()
+
+
 UNSAFE = re.compile(
     r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?|_tensor_to_object|\w*[Pp]ickle\w*|dill|shelve|"
     r"marshal|joblib|yaml|multiprocessing|shell"
