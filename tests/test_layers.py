@@ -13,9 +13,10 @@ _BOUNDARY = {"collectives", "wire", "codecs"}
 _RECIPE = _BOUNDARY | {"terminal", "config", "pipeline", "gradients", "activations"}
 MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
+    "cores": set(),
     "kernels": set(),
     "config": {"terminal"},
-    "report": {"terminal", "config"},
+    "report": {"terminal", "config", "cores"},
     "codecs": {"kernels"},
     "wire": {"terminal"},
     "job": {"wire", "config", "terminal"},
@@ -25,10 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor_parallel": _BOUNDARY,
     "activations": {"codecs", "kernels"},
     "integrations": _RECIPE | {"tensor_parallel"},
-    "train": _RECIPE | {"job", "integrations", "report", "simulate"},
+    "train": _RECIPE | {"cores", "job", "integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels"},
     "plan": _RECIPE | {"report", "train", "simulate"},
-    "doctor": {"codecs", "config", "job", "plan", "report", "terminal", "train", "wire"},
+    "doctor": {"codecs", "config", "cores", "job", "plan", "report", "terminal", "train", "wire"},
     "cli": _RECIPE | {"job", "report", "train", "plan", "doctor"},
     "__main__": {"cli"},
 }

@@ -141,7 +141,7 @@ class Elastic:
         # Gloo reaches other replicas over the network that leads to the lighthouse, unless the user names another.
         chosen, host = os.environ.get("GLOO_SOCKET_IFNAME"), urlsplit(config.elastic.lighthouse).hostname
         own = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        if host and chosen in (None, own) and (name := interface_towards(host)):
+        if host and chosen in (None, "", own) and (name := interface_towards(host)):
             os.environ["GLOO_SOCKET_IFNAME"] = name
         if self._rank == 0:
             log.warning(

@@ -72,8 +72,8 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], bool | None] 
     run = config.run
     with phase("reading the text and checking the settings", rank, show=run.progress):
         prepared = prepare(config, ranks=ranks)
-    if run.threads or ranks > 1:
-        torch.set_num_threads(run.threads or threads_per_rank(ranks))
+    share = threads_per_rank(ranks)
+    torch.set_num_threads(run.threads or (share if ranks > 1 else min(share, torch.get_num_threads())))
     patience = run.rejoin_seconds if run.supervise else None
     with joined(run.timeout_seconds, backend=prepared.backend, patience=patience):
         check_torch()
