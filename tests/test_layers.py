@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-_BOUNDARY = {"collectives", "wire", "codecs"}
-_RECIPE = _BOUNDARY | {"terminal", "config", "pipeline", "gradients", "activations"}
+_BOUNDARY = {"collectives", "wire", "codecs", "terminal"}
+_RECIPE = _BOUNDARY | {"config", "pipeline", "gradients", "activations"}
 MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
     "cores": set(),

@@ -28,6 +28,7 @@ from lowbit.cores import usable_cores
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.job.process_group import address_towards, asked, interface_problem, interface_towards, interfaces
 from lowbit.plan.sizes import layer_seconds, measure_sizes, optimizer_ns
+from lowbit.terminal import Printable
 from lowbit.train import TrainConfig, load
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.config import AUTO
@@ -49,7 +50,7 @@ _Class = TypeVar("_Class")
 _RULES = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class StatementError(ConnectionError):
+class StatementError(Printable, ConnectionError):
     """Another machine sent something invalid."""
 
 

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Never
 
 from lowbit.job.output import FAILED, end
+from lowbit.terminal import Printable
 
 PULSE = "LOWBIT_PULSE"
 """Environment variable with the file descriptor to which a rank writes signs of life."""
@@ -115,7 +116,7 @@ _TURN_SECONDS = 0.05
 _LONGEST_TURN = 1.0  # seconds of a turn that count: if it took longer, this process was stopped meanwhile
 
 
-class LaunchError(RuntimeError):
+class LaunchError(Printable, RuntimeError):
     """A local rank failed; the message names the first one, and how.
 
     `code`: its exit code; negative: the signal that ended it. `interrupted`: this process was asked to end by a signal.

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import hmac
 import itertools
-import logging
 import os
 import re
 import secrets
@@ -25,21 +24,22 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from lowbit import terminal
 from lowbit.config import ConfigError
 from lowbit.job.peers import Peers, launcher_keeps_store
-from lowbit.terminal import one_line, printable
+from lowbit.terminal import Printable, one_line, printable
 from lowbit.wire.checksum import ATTEMPT, SECRET, begin_attempt, run_secret
 from lowbit.wire.pytorch import default_group, next_round
 from lowbit.wire.store import bounded, of_attempt, wait_until
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _kept: dict[tuple[str, int], TCPStore] = {}  # stores that this process hosts until it ends, by address
 _LOOPBACK = ("127.", "localhost", "::1")
 _QUIET_SECONDS = 5.0  # seconds of waiting for other machines before a log line reports it
 
 
-class MeetingError(ConnectionError):
+class MeetingError(Printable, ConnectionError):
     """The ranks did not meet, or some (`strangers`) do not know this run's secret."""
 
     strangers: tuple[int, ...] = ()

@@ -131,7 +131,7 @@ def _tensor(stated: Any) -> Tensor:
             and (not grad or _DTYPES[dtype].is_floating_point or _DTYPES[dtype].is_complex)
         ):
             return _dense(shape, stride, _DTYPES[dtype]).requires_grad_(grad)
-    raise ValueError(f"{str(stated)[:200]} is not the layout of a tensor")
+    raise ValueError(f"{str(stated)[:200]!r} is not the layout of a tensor")
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

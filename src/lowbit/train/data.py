@@ -8,7 +8,6 @@ and a run that resumes at step N sees exactly the samples that it would have see
 
 import glob
 import hashlib
-import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit import terminal
 from lowbit.config import ConfigError, atomic
 from lowbit.terminal import printable
 from lowbit.train.answers import Answers, encode, fit, fit_held_out, read_samples
@@ -28,7 +28,7 @@ from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
 from lowbit.train.pretrained import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _PIECE_BYTES = 16 << 20
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}

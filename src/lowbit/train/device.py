@@ -1,16 +1,16 @@
 """Choose a rank's device, its precision, and the backend of its messages."""
 
-import logging
 import os
 
 import torch
 import torch.distributed as dist
 
+from lowbit import terminal
 from lowbit.config import ConfigError
 from lowbit.cores import usable_cores
 from lowbit.train.config import TrainConfig
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 
 def local_rank() -> int:

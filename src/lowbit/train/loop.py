@@ -1,7 +1,6 @@
 """A whole run on one rank: training, evaluation, checkpoints and output files."""
 
 import json
-import logging
 import secrets
 import shutil
 import time
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit import terminal
 from lowbit.config import atomic
 from lowbit.job.process_group import joined, world
 from lowbit.report.command import machine
@@ -43,7 +43,7 @@ from lowbit.wire.messages import Messages, gather_json, neighbours, round_trip, 
 from lowbit.wire.pytorch import check_torch
 from lowbit.wire.traffic import sent_so_far
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _FIRST_STEP = "computing the first step, which takes longer than the others: it compiles kernels"
 _TRIAL_SECONDS = 1.0  # of the probe of a link with another number of connections

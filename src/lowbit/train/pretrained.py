@@ -5,7 +5,6 @@ headers of their files. Code in a folder is never run, whatever its files ask fo
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lowbit import terminal
 from lowbit.config import ConfigError
 from lowbit.train.config import FAMILIES
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 SIZES = {
     "num_hidden_layers": 4096, "n_layer": 4096, "hidden_size": 1 << 20, "n_embd": 1 << 20, "vocab_size": 1 << 26,
