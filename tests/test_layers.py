@@ -13,9 +13,10 @@ _BOUNDARY = {"collectives", "wire", "codecs", "terminal"}
 _RECIPE = _BOUNDARY | {"config", "pipeline", "gradients", "activations"}
 MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
+    "cores": set(),
     "kernels": set(),
     "config": {"terminal"},
-    "report": {"terminal", "config"},
+    "report": {"terminal", "config", "cores"},
     "codecs": {"kernels", "terminal"},
     "wire": {"terminal"},
     "job": {"wire", "config", "terminal"},
@@ -25,10 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor_parallel": _BOUNDARY,
     "activations": {"codecs", "kernels", "terminal"},
     "integrations": _RECIPE | {"tensor_parallel"},
-    "train": _RECIPE | {"job", "integrations", "report", "simulate"},
+    "train": _RECIPE | {"cores", "job", "integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels", "terminal"},
     "plan": _RECIPE | {"report", "train", "simulate"},
-    "doctor": {"codecs", "config", "job", "plan", "report", "terminal", "train", "wire"},
+    "doctor": {"codecs", "config", "cores", "job", "plan", "report", "terminal", "train", "wire"},
     "cli": _RECIPE | {"job", "report", "train", "plan", "doctor"},
     "__main__": {"cli"},
 }
@@ -94,6 +95,23 @@ def test_every_package_is_in_the_map_and_no_file_is_too_long():
     assert packages <= named, f"docs/design.md has no line for {sorted(packages - named)}"
     lines = {str(file): len(file.read_text().splitlines()) for file in FILES}
     assert not {file: count for file, count in lines.items() if count > MOST_LINES}, "perhaps two rooms"
+
+
+THREADS = {
+    "wire/threads.py": "joined when the process ends",
+    "wire/mailbox.py": "joined when the process ends, after its connections are closed",
+    "collectives/calls.py": "joined when the process ends",
+    "job/peers.py": "joined by `close`",
+    **dict.fromkeys(
+        ("job/launch.py", "job/output.py", "doctor/survey.py", "train/progress.py"), "never inside PyTorch"
+    ),
+}
+"""Files that start threads, and why none aborts the process when its interpreter ends (`wire.threads`)."""
+
+
+def test_no_other_file_starts_threads():
+    starting = [file for file in LIBRARY if re.search(r"\b(Thread|Timer)\(", file.read_text())]
+    assert {str(file.relative_to(SOURCE / "lowbit")) for file in starting} == THREADS.keys()
 
 
 UNSAFE = re.compile(

@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 from rich.live import Live
 
-from lowbit.config import to_toml
+from lowbit.config import ConfigError, to_toml
 from lowbit.config.section import read_toml, resolve
-from lowbit.terminal import MOST_CHARACTERS, console, filtered, filtered_again, lines, one_line, printable
+from lowbit.doctor.facts import StatementError
+from lowbit.doctor.meeting import DoctorError, FirstMachineError
+from lowbit.integrations.vllm import VllmError
+from lowbit.job.launch import LaunchError
+from lowbit.job.process_group import MeetingError
+from lowbit.tensor_parallel import CalibrationError
+from lowbit.terminal import MOST_CHARACTERS, console, filtered, filtered_again, lines, logger, one_line, printable
 from lowbit.train import TrainConfig
 from lowbit.wire.errors import AgreementError, PeerError
 from tests.command_line import invoke
@@ -172,6 +178,32 @@ def test_what_libraries_and_logs_write_is_filtered(monkeypatch: pytest.MonkeyPat
     assert "KeyError" in text
     assert text.count("\r") == 1, "progress of other packages"
     assert raw(text.replace("\r", "")) == []
+
+
+ERRORS = [
+    ConfigError,
+    MeetingError,
+    LaunchError,
+    CalibrationError,
+    DoctorError,
+    FirstMachineError,
+    StatementError,
+    VllmError,
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_and_logs_of_the_library_are_escaped_without_a_command(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+):
+    assert raw(str(kind(EVIL))) == []
+    assert str(kind("a\n\tb")) == "a\n\tb"
+    assert isinstance(kind(EVIL), ConnectionError | ValueError | RuntimeError)
+    logger("lowbit.test").warning("%s and %d", EVIL, 2)
+    logger("lowbit.test").warning("plain %d", 2)
+    assert raw("".join(caplog.messages)) == []
+    assert caplog.messages[0].endswith("and 2")
+    assert caplog.records[1].args == (2,)
 
 
 def test_a_table_and_a_live_line_are_filtered_and_keep_their_own_colors():

@@ -9,7 +9,9 @@ encoded. It keeps all other Unicode.
   standard error, including tracebacks.
 - `console()` is for tables, colors and progress. It filters their text, ignores markup in it, and adds its own colors
   after the filter.
-- `one_line()` and `printable()` are for foreign text in errors, `shown()` for values, which can be whole models.
+- `one_line()` and `printable()` are for foreign text in errors; an error class with `Printable` escapes its own.
+  `shown()` is for values, which can be whole models.
+- `logger()` is for modules that log foreign text. It counts outside of commands, too, in a program of the user.
 
 This module imports nothing heavy, since every command begins with it.
 """
@@ -67,6 +69,27 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
 def lines(text: str) -> str:
     """Escape the text as `printable` does, but keep newlines and tabs."""
     return printable(text, kept="\n\t")
+
+
+class Printable:
+    """First base of errors that may quote a peer or a file: escapes their text as `lines` does."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(lines(message))  # pyright: ignore[reportCallIssue]  # an exception is the next base
+
+
+def logger(name: str) -> logging.Logger:
+    """Return the logger of a module, which escapes its messages as `lines` does."""
+    log = logging.getLogger(name)
+    log.addFilter(_escape)
+    return log
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    if (escaped := lines(text)) != text:
+        record.msg, record.args = escaped, ()
+    return True
 
 
 @contextlib.contextmanager

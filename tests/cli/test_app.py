@@ -33,6 +33,28 @@ def test_version_and_help_need_no_pytorch():
     assert done.stdout.endswith("\nset()\n")
 
 
+ENDING = """
+import atexit, sys, lowbit.cli
+
+class Last:
+    def __del__(self, write=sys.stderr.write):
+        write("the interpreter has ended")
+
+sys.modules["last"] = Last()
+atexit.register(print, "exit functions have run")
+sys.argv[1:] = [{word!r}]
+lowbit.cli.main()
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("--version", 0), ("nonsense", 2)])
+def test_a_process_of_the_command_ends_without_ending_the_interpreter(word: str, code: int):
+    """Threads of PyTorch that still release tensors would then abort a run that has succeeded."""
+    done = subprocess.run([sys.executable, "-c", ENDING.format(word=word)], text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (code, "exit functions have run")
+    assert "the interpreter has ended" not in done.stderr
+
+
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """What is trained, but in name only."""

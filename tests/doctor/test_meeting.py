@@ -270,4 +270,6 @@ def test_what_the_kernel_states_about_interfaces(monkeypatch: pytest.MonkeyPatch
     assert found.network == str(os.stat("/proc/self/ns/net").st_ino)
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert gloo("lo")["gloo_problem"].startswith("GLOO_SOCKET_IFNAME is eth7; it has lo")
+    assert gloo("lo")["gloo_problem"].startswith(
+        "GLOO_SOCKET_IFNAME is 'eth7': eth7 is not an interface of this machine; allowed: lo"
+    )

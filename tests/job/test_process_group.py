@@ -7,16 +7,22 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.config import ConfigError
+from lowbit.job import process_group
 from lowbit.job.process_group import (
     AloneError,
     MeetingError,
+    connect,
+    interface_problem,
     interface_towards,
     joined,
     listen,
@@ -28,7 +34,7 @@ from lowbit.job.process_group import (
 )
 from lowbit.wire.pytorch import default_group
 from lowbit.wire.store import of_attempt
-from tests.forked import CONTEXT
+from tests.forked import CONTEXT, run_script
 from tests.processes import Ranks, on_ranks
 
 
@@ -244,3 +250,88 @@ def test_data_ports_that_nothing_reaches_are_an_error_in_time(environment: pytes
     with pytest.raises(MeetingError, match=expected), joined(1):
         pass
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ("eth9", "eth9 is not an interface of this machine"),
+        ("lo,eth9", "eth9 is not an interface of this machine"),
+        ("lo:1\x1b[2K", r"lo:1\x1b[2K has no address"),
+        ("down", "down is down"),
+        ("bare", "bare has no address"),
+        ("six", ""),
+        ("lo", ""),
+        ("lo,", ""),
+        ("", ""),
+    ],
+)
+def test_an_interface_that_gloo_cannot_use_is_named(
+    environment: pytest.MonkeyPatch, tmp_path: Path, value: str, fault: str
+):
+    real = process_group.asked
+
+    def asked(name: str, request: int) -> bytes:
+        if name not in ("down", "bare", "six"):
+            return real(name, request)
+        if request == process_group._SIOCGIFADDR:
+            raise OSError
+        return bytes([name != "down"]).ljust(16, b"\0")
+
+    environment.setattr(process_group, "asked", asked)
+    environment.setattr(process_group, "_INTERFACES6", tmp_path / "if_inet6")
+    lines = [f"{64 * '0'} 02 40 {each}\n" for each in ("20 80 bare", "20 80 six", "00 80 six")]
+    (tmp_path / "if_inet6").write_text("".join(lines))
+    environment.setenv("GLOO_SOCKET_IFNAME", value)
+    problem = interface_problem()
+    assert ": lo" in problem if fault else not problem
+    assert f": {fault}; allowed: " in problem or not fault
+
+
+WRONG = """
+import os, time
+from lowbit.job.process_group import joined
+
+rank = os.environ["RANK"]
+os.environ["GLOO_SOCKET_IFNAME"] = "lo" if rank == "0" else "eth9"
+begin = time.monotonic()
+try:
+    with joined(40):
+        pass
+except (ValueError, RuntimeError) as error:
+    print(f"{time.monotonic() - begin < 8} {type(error).__name__} {error}")
+"""
+
+
+def test_all_ranks_learn_at_once_whose_interface_is_wrong(tmp_path: Path):
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    output = run_script(script, ranks=2, folder=tmp_path).output.splitlines()
+    wrong = "GLOO_SOCKET_IFNAME is 'eth9': eth9 is not an interface of this machine; allowed: lo"
+    assert [line.partition(wrong)[0] for line in output if line] == 2 * ["True InterfaceError rank 1: "]
+
+
+def test_a_name_that_leads_nowhere_is_reported_at_once(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name, value in (WHOLE | {"MASTER_ADDR": "nowhere.invalid"}).items():
+        environment.setenv(name, value)
+    with pytest.raises(AloneError), joined(1):
+        pass
+    assert caplog.messages[0].startswith("rank 1 cannot look up MASTER_ADDR, 'nowhere.invalid': ")
+    environment.setenv("MASTER_ADDR", "two..dots")
+    with pytest.raises(ConfigError, match="MASTER_ADDR is 'two..dots'; allowed: an address or"), joined(1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"), [("unsupported gloo device", False), ("[host]: Connection timed out", True)]
+)
+def test_only_connections_that_fail_bring_advice_about_firewalls(
+    environment: pytest.MonkeyPatch, error: str, advice: bool
+):
+    environment.setattr(dist, "init_process_group", mock.Mock(side_effect=RuntimeError(f"{error}\nC++")))
+    with pytest.raises(MeetingError) as raised:
+        connect("gloo", HashStore(), 0, 1, timedelta(seconds=1))
+    assert f": {error}" in str(raised.value)
+    assert ("firewalls" in str(raised.value)) == advice

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TransformQuant
 from lowbit.pipeline import passes
-from lowbit.pipeline.layouts import pipeline_number
+from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.wire.agreement import Agreement, Facts
 from lowbit.wire.errors import described
 from lowbit.wire.tags import PIPELINES
@@ -319,6 +319,17 @@ def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int
     found, expected = run.take(*data(9)), in_one_process(run, True, N, *data(9))
     assert toy.same(found[1], expected[1])
     torch.testing.assert_close(found[2], expected[2])
+
+
+@on_ranks
+def test_the_first_stages_text_is_escaped_in_the_others_error() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=toy.FP32, backward=toy.FP32, timeout=30))
+    with (
+        mock.patch.object(Batch, "problem", return_value="refused \x1b]0;owned\x07"),
+        pytest.raises(ValueError, match="refused") as caught,
+    ):
+        run.feed(*data(0))
+    assert str(caught.value) == r"refused \x1b]0;owned\x07"
 
 
 def too_few_targets() -> None:

@@ -4,6 +4,7 @@
     python -m tests.torture --trials 100 --supervise --json FILE    # runs that look after themselves
     python -m tests.torture --faults kill,cut --ranks 2 --trials 4
     python -m tests.torture --trials 100 --only 17                  # the same trial again
+    python -m tests.torture --trials 500 --faults late              # each run must succeed
 
 Each trial has two hosts with a real network of their own between them, and a real `lowbit train` for each rank.
 Trials of one `--seed` are the same each time, except for the speed of the machine. The files of failed trials stay in
@@ -37,7 +38,7 @@ from lowbit.train.prepare import prepare
 from lowbit.wire import connections as pieces
 from lowbit_lab.network import SlowLink
 from tests.torture import plan as plans
-from tests.torture.plan import FAULTS, SHAPES, plan
+from tests.torture.plan import FAULTS, SHAPES, USUAL, plan
 from tests.torture.trial import Outcome, reference, run, summary_line, table
 
 
@@ -82,7 +83,7 @@ def _parse() -> argparse.Namespace:
     add("--trials", type=int, default=100, help="how many")
     add("--seed", type=int, default=0, help="of moments and victims")
     add("--ranks", type=_numbers, default=(2, 4), help="such as 2,4")
-    add("--faults", type=_faults, default=tuple(FAULTS), help=f"of {','.join(FAULTS)}")
+    add("--faults", type=_faults, default=USUAL, help=f"of {','.join(FAULTS)}")
     add("--supervise", action="store_true", help="with `lowbit train --supervise`")
     add("--connections", type=int, default=1, help="for each pair of ranks, over which messages are cut in pieces")
     add("--jobs", type=int, default=2, help="trials at a time")

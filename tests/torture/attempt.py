@@ -120,12 +120,13 @@ class Attempt:
     """All ranks of a run, on the hosts of a link; `words`: more of the command line.
 
     `nan`: forward pass of a rank's training that yields NaN, counted from 0; no second time where the file `nan_at`
-    exists, which then holds the time at which it was.
+    exists, which then holds the time at which it was. `late`: seconds that a rank starts after the others.
     """
 
     def __init__(self, shape: Shape, link: SlowLink, folder: Path, *, name: str, words: tuple[str, ...] = ()) -> None:
         self.shape, self.link, self.folder, self.name, self.words = shape, link, folder, name, words
         self.nan: dict[int, int] = {}
+        self.late: dict[int, float] = {}
         self.nan_at = folder / "nan-at"
         self.pids: dict[int, int] = {}
         self.ends: dict[int, End] = {}
@@ -147,6 +148,7 @@ class Attempt:
         from lowbit.cli import main
 
         os.setsid()
+        time.sleep(self.late.get(rank, 0.0))
         self.link.enter(self.shape.host(rank))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -18,7 +18,9 @@ FAULTS = {
     "nan": "NaN in one forward pass of a rank",
     "machine": "supervised only: SIGKILL of all processes of a rank, whose machine starts the command again",
     "gone": "supervised only: a machine dead and its cable cut, both for good",
+    "late": "none, except that a rank starts some seconds after the others; only if asked for",
 }
+USUAL = tuple(name for name in FAULTS if name != "late")
 PLAIN = tuple(name for name in FAULTS if name not in ("machine", "gone"))
 
 TIMEOUT = 12.0  # run.timeout_seconds
@@ -85,7 +87,7 @@ class Trial:
     Attributes:
         step: the fault comes after so many steps; None: before the first. share: of the time that the next step takes
             undisturbed, or all before the first, or all after the last, which passes until then, too.
-        pause: seconds until a machine that died is back.
+        pause: seconds until a machine that died is back, or a late rank starts.
     """
 
     number: int

@@ -236,6 +236,8 @@ def _run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
         attempt = Attempt(shape, link, folder, name="first", words=SUPERVISE if trial.supervised else ())
         if trial.fault == "nan":
             attempt.nan[trial.victim] = int(((trial.step or 0) % STEPS + trial.share) * MICROBATCHES)
+        if trial.fault == "late":
+            attempt.late[trial.victim] = trial.pause
         fault = Fault(trial, attempt)
         _disturb(attempt, fault, expected, outcome)
         _judge(attempt, fault, expected, outcome)
@@ -268,7 +270,7 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
     """Start, let the fault come, and wait for the end; nothing runs afterwards."""
     trial = fault.trial
     attempt.start()
-    if trial.fault != "nan":  # which comes with a step
+    if trial.fault not in ("nan", "late"):  # which come with a step, and with the start
         _await_moment(attempt, trial, expected)
     outcome.steps = len(attempt.curve())
     fault.begin()
@@ -315,12 +317,13 @@ def _judge(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome
         if not outcome.finished:  # else the machine was no longer needed
             outcome.wrong += gave_up(outcome.ends)
             _go_on(attempt, SUPERVISE, expected, outcome)
-    elif trial.supervised:
+    elif trial.supervised or trial.fault == "late":
         outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
         for rank in range(attempt.shape.ranks):
             end = attempt.ends.get(rank)
             if end is None or end.code:
-                outcome.wrong.append(f"supervised: rank {rank} {'hangs' if end is None else f'ended with {end.code}'}")
+                how = "hangs" if end is None else f"ended with {end.code}"
+                outcome.wrong.append(f"{trial.mode}: rank {rank} {how}")
     elif outcome.finished and not fault.silenced:
         outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
     else:

@@ -1,12 +1,14 @@
 """The command line: parse, call, show. A command's modules are imported only when it is chosen."""
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from lowbit import __version__
 from lowbit.cli.app import COMMANDS
+from lowbit.job.output import end
 from lowbit.terminal import filtered, one_line
 
 __all__ = ["main"]
@@ -22,17 +24,42 @@ def main(
         program: the program's name in help.
         command: runs the words.
 
+    Without `words` it ends the process, otherwise it returns.
+
     Raises:
         SystemExit: 2 for a wrong value, file or installation, 1 for a run that failed, 130 or 143 for an interruption.
     """
     # PyTorch writes pages of stack traces when a store ends or does not answer; our errors name the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     given = list(sys.argv[1:] if words is None else words)
-    with filtered(), one_line_errors("--traceback" in given):
+    own = _own_process() if words is None else nullcontext()
+    with own, filtered(), one_line_errors("--traceback" in given):
         if given[:1] == ["--version"]:
             print(f"lowbit {__version__}")
         else:
             command(program, [word for word in given if word != "--traceback"])
+        sys.stdout.flush()  # a full disk is an error
+
+
+@contextmanager
+def _own_process() -> Iterator[None]:
+    """Run the block and all exit functions, then end this process without ending the interpreter.
+
+    While it ends, a thread of PyTorch that still holds tensors would abort a run that has succeeded (`wire.threads`).
+    """
+    code: object = None
+    try:
+        yield
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = FAILURE
+    if not isinstance(code, int | None):
+        sys.stderr.write(f"{code}\n")
+        code = FAILURE
+    atexit._run_exitfuncs()
+    end(code or 0)
 
 
 TRAIN = "train"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowbit import terminal
 from lowbit.terminal import columns, console, print_pairs, wrapped
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _show(rows: Sequence[Row], tables: Sequence[Any], ending: str) -> None:
 
 
 _COMPARISON = Path("comparison.html")
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 
 class MakeReport:

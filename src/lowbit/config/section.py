@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from lowbit.terminal import printable, shown, suggestion
+from lowbit.terminal import Printable, printable, shown, suggestion
 
 _KINDS = {
     int: ["an integer"],
@@ -132,7 +132,7 @@ _RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_e
 _Class = TypeVar("_Class")
 
 
-class ConfigError(ValueError):
+class ConfigError(Printable, ValueError):
     """A configuration cannot be used; one line says why, and what is allowed."""
 
 

@@ -1,7 +1,6 @@
 """What machines state to each other: facts about themselves, and how fast they compute and code."""
 
 import contextlib
-import fcntl
 import hashlib
 import ipaddress
 import json
@@ -25,9 +24,11 @@ import lowbit
 from lowbit.codecs import parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.config import NonNegative
+from lowbit.cores import usable_cores
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.job.process_group import address_towards, interface_towards, interfaces
+from lowbit.job.process_group import address_towards, asked, interface_problem, interface_towards, interfaces
 from lowbit.plan.sizes import layer_seconds, measure_sizes, optimizer_ns
+from lowbit.terminal import Printable
 from lowbit.train import TrainConfig, load
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.config import AUTO
@@ -49,7 +50,7 @@ _Class = TypeVar("_Class")
 _RULES = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class StatementError(ConnectionError):
+class StatementError(Printable, ConnectionError):
     """Another machine sent something invalid."""
 
 
@@ -196,7 +197,7 @@ def facts(settings: DoctorSettings) -> Facts:
     return Facts(
         name=(settings.name or socket.gethostname())[:60], **versions(),
         torch_problem=torch_problem, device=torch.cuda.get_device_name() if gpu else "CPU",
-        cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count() if gpu else 0,
+        cores=usable_cores(), gpus=torch.cuda.device_count() if gpu else 0,
         memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
         interface=interface, **gloo(interface),
         meet_address=meet_address, near=_near(meet_address),
@@ -211,13 +212,11 @@ def facts(settings: DoctorSettings) -> Facts:
 def gloo(interface: str) -> dict[str, Any]:
     """Where Gloo listens: at GLOO_SOCKET_IFNAME, or at `interface`, to which `lowbit train` sets it."""
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    here = interfaces()
     name = chosen or interface
-    if name and name not in here:
-        problem = f"GLOO_SOCKET_IFNAME is {name}; it has {', '.join(here)}"
+    if problem := interface_problem():
         return {"gloo_interface": name, "gloo_problem": problem, "chosen": chosen}
     # By default Gloo takes the interface to which the host's own name resolves.
-    address = here[name] if name else _resolved(socket.gethostname())
+    address = interfaces().get(name, "") if name else _resolved(socket.gethostname())
     return {"gloo_interface": name, "gloo_address": address, "chosen": chosen}
 
 
@@ -229,8 +228,8 @@ def _resolved(name: str) -> str:
 
 def _asked(interface: str, request: int) -> bytes:
     """What the kernel states about an interface: 16 bytes, zeros if there is none of that name."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return fcntl.ioctl(probe.fileno(), request, struct.pack("40s", interface.encode()[:15]))[16:32]
+    with contextlib.suppress(OSError):
+        return asked(interface, request)
     return bytes(16)
 
 

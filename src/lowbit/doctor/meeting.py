@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from lowbit.doctor.facts import StatementError, read
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.job.process_group import MeetingError, prove, reach
+from lowbit.terminal import Printable
 from lowbit.wire.checksum import begin_attempt, run_secret
 from lowbit.wire.errors import first_line
 from lowbit.wire.store import bounded, peek, wait_until
@@ -31,11 +32,11 @@ _MOST_BYTES = 1 << 20  # of a statement
 _Class = TypeVar("_Class")
 
 
-class DoctorError(ConnectionError):
+class DoctorError(Printable, ConnectionError):
     """The machines cannot meet there at all."""
 
 
-class FirstMachineError(ConnectionError):
+class FirstMachineError(Printable, ConnectionError):
     """The first machine cannot be reached, or is gone."""
 
 

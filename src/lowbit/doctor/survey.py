@@ -155,7 +155,7 @@ def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
     say("checking ports")
     _probe_ports(survey, meeting)
     say("joining the process group")
-    if "GLOO_SOCKET_IFNAME" not in os.environ and own.interface:
+    if not os.environ.get("GLOO_SOCKET_IFNAME") and own.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = own.interface
     problem, store = "", PrefixStore("group", meeting.store)
     try:

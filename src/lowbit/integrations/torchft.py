@@ -7,7 +7,6 @@
 import functools
 import hashlib
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from lowbit import __version__
+from lowbit import __version__, terminal
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
 from lowbit.collectives.calls import Pending
@@ -32,7 +31,7 @@ from lowbit.wire.store import bounded
 
 __all__ = ["LowBitManager"]
 
-_log = logging.getLogger(__name__)
+_log = terminal.logger(__name__)
 
 _engine = functools.partial(engine, package="torchft-nightly", extra="ft", tested="2026.10.26")
 _Manager: Any = _engine("torchft.manager", "Manager._reconfigure_pg", "Manager._apply_pending_state_dict").Manager
@@ -99,9 +98,10 @@ class LowBitManager(_Manager):
         try:
             super().__init__(_Group(pg, self), *arguments, **more)
         except (RuntimeError, TimeoutError) as error:
+            reason = terminal.one_line(str(error).splitlines()[0])
             raise ConnectionError(
-                f"torchft's manager does not start: {str(error).splitlines()[0]}; allowed: the address of a running "
-                "lighthouse (lighthouse_addr or TORCHFT_LIGHTHOUSE) and of this replica's store"
+                f"torchft's manager does not start: {reason}; allowed: the address of a running lighthouse "
+                "(lighthouse_addr or TORCHFT_LIGHTHOUSE) and of this replica's store"
             ) from error
 
     def sum_(self, tensor: Tensor) -> Pending:

@@ -14,7 +14,6 @@ Nothing changes unless `LOWBIT_VLLM` is set.
 import dataclasses
 import importlib
 import json
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit import terminal
 from lowbit.codecs.checks import check_choice, check_int
-from lowbit.terminal import shown
+from lowbit.terminal import Printable, shown
 from lowbit.wire.agreement import agree
 
 __all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
@@ -34,7 +34,7 @@ TESTED = "0.33.0"
 """The version of vLLM for whose source this module was written."""
 
 _BASE = "RowParallelLinear"
-_log = logging.getLogger("lowbit.vllm")
+_log = terminal.logger("lowbit.vllm")
 _library = torch.library.Library("lowbit", "FRAGMENT")
 
 VARIABLE = "LOWBIT_VLLM"
@@ -44,7 +44,7 @@ KEY = "lowbit"
 """Key of the settings in `additional_config`."""
 
 
-class VllmError(RuntimeError):
+class VllmError(Printable, RuntimeError):
     """The settings do not suit this vLLM or its model; the same text on all ranks."""
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 from lowbit.job.output import FAILED, end
 from lowbit.job.stop import STOPPED, StopRequest, code_of, stop_requests
+from lowbit.terminal import Printable
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ _TURN_SECONDS = 0.05
 _LONGEST_TURN = 1.0  # seconds of a turn that count: if it took longer, this process was stopped meanwhile
 
 
-class LaunchError(RuntimeError):
+class LaunchError(Printable, RuntimeError):
     """A local rank failed, or a signal asked for the end; the message names the first one, and how.
 
     `code`: its exit code; negative: the signal that ended it. `interrupted`: a signal asked this process or a rank to

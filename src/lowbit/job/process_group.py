@@ -10,8 +10,8 @@ import fcntl
 import hashlib
 import hmac
 import itertools
-import logging
 import os
+import re
 import secrets
 import socket
 import struct
@@ -19,24 +19,27 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from lowbit import terminal
 from lowbit.config import ConfigError
 from lowbit.job.peers import Peers, launcher_keeps_store
+from lowbit.terminal import Printable, one_line, printable
 from lowbit.wire.checksum import ATTEMPT, SECRET, begin_attempt, run_secret
 from lowbit.wire.pytorch import default_group, next_round
 from lowbit.wire.store import bounded, of_attempt, wait_until
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _kept: dict[tuple[str, int], TCPStore] = {}  # stores that this process hosts until it ends, by address
 _LOOPBACK = ("127.", "localhost", "::1")
 _QUIET_SECONDS = 5.0  # seconds of waiting for other machines before a log line reports it
 
 
-class MeetingError(ConnectionError):
+class MeetingError(Printable, ConnectionError):
     """The ranks did not meet, or some (`strangers`) do not know this run's secret."""
 
     strangers: tuple[int, ...] = ()
@@ -46,6 +49,12 @@ class AloneError(MeetingError):
     """Other ranks did not come within the time that this one waits for them."""
 
     alone = True
+
+
+class InterfaceError(ConfigError):
+    """A rank names a network interface that Gloo cannot use; the same text on every rank."""
+
+    on_all_ranks = True
 
 
 def new_secret() -> str:
@@ -91,6 +100,7 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
     if rank == 0 and not run_secret() and not os.environ["MASTER_ADDR"].startswith(_LOOPBACK):
         text = "%s is not set: whoever reaches %s can take part in this run (docs/security.md)"
         log.warning(text, SECRET, _where())
+    _look_up(rank, os.environ["MASTER_ADDR"])
     deadline = time.monotonic() + patience
     hello, left = secrets.token_hex(16).encode(), patience
     quiet = True
@@ -111,6 +121,16 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
             log.warning("rank %d waits up to %.0f s for rank 0 at %s: %s", rank, left, _where(), reason)
             quiet = False
         time.sleep(min(0.5, left))
+
+
+def _look_up(rank: int, host: str) -> None:
+    """Report at once that a name leads nowhere, though the ranks wait: it may have been mistyped, or be new."""
+    try:
+        socket.getaddrinfo(host, None)
+    except UnicodeError:
+        raise ConfigError(f"MASTER_ADDR is {host!r}; allowed: an address or the name of a machine") from None
+    except OSError as error:
+        log.warning("rank %d cannot look up MASTER_ADDR, %r: %s", rank, host, error.strerror)
 
 
 def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Store:
@@ -204,8 +224,13 @@ def master_port() -> int:
 
 
 _meetings = itertools.count()  # numbers this process's meetings: each uses its own part of the store
+_CHOSEN = "GLOO_SOCKET_IFNAME"
 _LEAVE_SECONDS = 5.0  # most seconds to destroy the group after an error
-_SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of an interface
+_SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # Linux ioctls: get the IPv4 address, the flags of an interface
+_UP = 1  # the flag of an interface that is not down
+_LONGEST_NAME = 15  # bytes of an interface's name
+_INTERFACES6 = Path("/proc/net/if_inet6")  # a line for each IPv6 address, with its scope and its interface at the end
+_LINK_LOCAL = "20"  # the scope of addresses that lead nowhere without the name of an interface
 
 
 def world() -> tuple[int, int]:
@@ -254,8 +279,8 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     alone = "RANK" not in os.environ
     store = HashStore() if alone else meet(rank, ranks, timeout=timeout, patience=patience, number=next(_meetings))
     # By default Gloo uses the interface that the host's own name resolves to, from which peers are often unreachable.
-    if not alone and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
+    if not alone and not os.environ.get(_CHOSEN) and (name := interface_towards(os.environ["MASTER_ADDR"])):
+        os.environ[_CHOSEN] = name
     try:
         with _watched(store, rank, ranks, timeout) as peers:
             if not alone:
@@ -263,6 +288,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
                 begin_attempt(prove(store, rank, ranks, secret=run_secret(), patience=patience, known=known))
                 if peers is not None:
                     peers.settle()
+            _check_interfaces(store, rank, ranks, patience)
             connect(backend, PrefixStore("group", store), rank, ranks, timedelta(seconds=0.8 * timeout))
             yield
     except BaseException:
@@ -279,9 +305,12 @@ def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta)
     try:
         bounded(join, limit.total_seconds())  # Gloo itself keeps trying for five times as long
     except (dist.DistError, RuntimeError, TimeoutError) as error:
+        reason = str(error).splitlines()[0]
+        if not isinstance(error, TimeoutError) and not re.search("connect|timed? ?out", reason, re.IGNORECASE):
+            raise MeetingError(f"rank {rank} cannot open connections: {reason}") from error
         raise MeetingError(
             f"rank {rank} did not connect to all {ranks} ranks within {limit.total_seconds():g} s: "
-            f"{str(error).splitlines()[0]}; allowed: firewalls that let the ranks connect to each other, on all ports"
+            f"{reason}; allowed: firewalls that let the ranks connect to each other, on all ports"
         ) from error
 
 
@@ -295,15 +324,60 @@ def _watched(store: Store, rank: int, ranks: int, timeout: float) -> Iterator[Pe
         yield peers
 
 
-def interfaces() -> dict[str, str]:
-    """Return the first IPv4 address of each network interface that has one."""
-    addresses: dict[str, str] = {}
+def asked(interface: str, request: int) -> bytes:
+    """What the kernel states about an interface: 16 bytes; OSError if it has no such interface, or not what is asked.
+
+    `request`: a Linux ioctl.
+    """
+    name = os.fsencode(interface)[:_LONGEST_NAME]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                addresses[name] = socket.inet_ntoa(reply[20:24])
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("40s", name))[16:32]
+
+
+def interfaces() -> dict[str, str]:
+    """Return the first IPv4 address of each network interface that has one and is not down."""
+    addresses: dict[str, str] = {}
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            if not _fault(name):
+                addresses[name] = socket.inet_ntoa(asked(name, _SIOCGIFADDR)[4:8])
     return addresses
+
+
+def interface_problem() -> str:
+    """Describe why Gloo cannot use what GLOO_SOCKET_IFNAME names; empty if it can, or if that is not set."""
+    for name in filter(None, os.environ.get(_CHOSEN, "").split(",")):
+        if fault := _fault(name):
+            value = os.environ[_CHOSEN]
+            return f"{_CHOSEN} is {value!r}: {printable(name)} {fault}; allowed: {', '.join(interfaces())}"
+    return ""
+
+
+def _check_interfaces(store: Store, rank: int, ranks: int, patience: float) -> None:
+    """Raise an InterfaceError on all ranks if Gloo could not start on one of them, for which the others would wait."""
+    store.set(f"interface/{rank}", interface_problem())
+    problems = _everybody(store, "interface", rank, ranks, patience)
+    for other, problem in enumerate(problems):
+        if problem:
+            text = one_line(problem.decode(errors="replace"))
+            raise InterfaceError(f"rank {other}: {text}" if ranks > 1 else text)
+
+
+def _fault(name: str) -> str:
+    """Why Gloo cannot use an interface; empty if it can."""
+    try:
+        if not struct.unpack_from("H", asked(name, _SIOCGIFFLAGS))[0] & _UP:
+            return "is down"
+    except OSError:
+        return "is not an interface of this machine"
+    with contextlib.suppress(OSError):
+        asked(name, _SIOCGIFADDR)
+        return ""
+    with contextlib.suppress(OSError):
+        lines = map(str.split, _INTERFACES6.read_text().splitlines())
+        if any(line[-1] == name and line[3] != _LINK_LOCAL for line in lines):
+            return ""
+    return "has no address"
 
 
 def address_towards(host: str) -> str:

@@ -6,7 +6,6 @@ processes, so a pipeline and its emulation in one process run this same code.
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +13,14 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lowbit import terminal
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import CHOICE, PROPOSAL, call, check_ends, compared, is_own, open_session
 from lowbit.pipeline.arguments import StepKind
 from lowbit.wire.traffic import Traffic
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 
 class Slot(NamedTuple):

@@ -12,6 +12,7 @@ from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
 from lowbit.pipeline.boundary import Direction, Lane, Look, Slot
 from lowbit.pipeline.layouts import Batch, Configuration, Constant, Layouts
 from lowbit.pipeline.transport import Transport
+from lowbit.terminal import printable
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Route
 
@@ -169,7 +170,7 @@ class Lanes:
         """Set the steps so far, and the codecs' states by lane; ValueError: of another stage or codec."""
         lanes = self.by_name()
         if unknown := sorted(set(states) - set(lanes)):
-            raise ValueError(f"state has {', '.join(unknown)}; this stage has {', '.join(lanes)}")
+            raise ValueError(f"state has {printable(', '.join(unknown))}; this stage has {', '.join(lanes)}")
         self.steps, self.changed = steps, True
         for name, lane in lanes.items():
             lane.states.load_state_dict(states.get(name, {}))

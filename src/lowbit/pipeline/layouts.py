@@ -162,7 +162,7 @@ def _tensor(stated: Any) -> Tensor:
         ):
             layout = _dense(shape, stride, _DTYPES[dtype]).requires_grad_(grad)
             return layout.as_subclass(Constant) if constant else layout
-    raise ValueError(f"{str(stated)[:200]} is not the layout of a tensor")
+    raise ValueError(f"{str(stated)[:200]!r} is not the layout of a tensor")
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ from lowbit.pipeline import hooks
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import PHASES, Batch, Configuration, Layouts, layout_of, receive_layouts, send_layouts
+from lowbit.terminal import lines
 from lowbit.wire.agreement import Agreement, contradictions
 from lowbit.wire.checksum import Checksums, agreed_facts
 from lowbit.wire.errors import AgreementError, PeerError, described
@@ -92,7 +93,7 @@ class Passes:
         finally:
             self._stages = ()
         if refusal:
-            raise ValueError(refusal)
+            raise ValueError(lines(refusal))
 
     def _begin(self, batch: Batch) -> None:
         self._passes += 1
@@ -277,14 +278,14 @@ def _checked(announcement: Any, source: str) -> tuple[int | None, str, dict[str,
             and all(isinstance(value, str) for value in facts.values())
         ):
             return number, problem, facts
-    raise ValueError(f"{source} announced {str(announcement)[:80]}; allowed: a configuration")
+    raise ValueError(f"{source} announced {str(announcement)[:80]!r}; allowed: a configuration")
 
 
 def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
     alike = json.loads(stated["alike"])
     fits = isinstance(alike, list) and len(alike) == micro_batches
     if not fits or any(type(i) is not int or not 0 <= i < micro_batches for i in alike):
-        raise ValueError(f"stage 0 states micro-batches {str(alike)[:80]}; allowed: one number for each")
+        raise ValueError(f"stage 0 states micro-batches {str(alike)[:80]!r}; allowed: one number for each")
     return alike
 
 

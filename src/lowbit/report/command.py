@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowbit.config.atomic import write
+from lowbit.cores import usable_cores
 from lowbit.terminal import console, filtered_again
 
 if TYPE_CHECKING:
@@ -385,7 +386,7 @@ def machine() -> dict[str, Any]:
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     about = {
         "cpu": next(names, platform.processor() or platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": platform.system(),

@@ -8,7 +8,6 @@ import base64
 import functools
 import gzip
 import hashlib
-import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lowbit import terminal
 from lowbit.config.atomic import write
 from lowbit.report.command import plain
 from lowbit.terminal import printable
@@ -40,7 +40,7 @@ _MOST_SPANS = 6000  # in a figure
 _STEP = "step"
 Event = Mapping[str, Any]
 _READ_BYTES = 400  # of a file, in which a page of ours names its generator
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 _NUMBER = set("0123456789.,-+–x%∞ ")
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit import terminal
 from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
@@ -149,7 +149,7 @@ class Observer:
         self.count = self.before = start.count
 
 
-_log = logging.getLogger("lowbit.tensor_parallel")
+_log = terminal.logger("lowbit.tensor_parallel")
 _SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences for measuring the effect of coding on the outputs
 _CODED = SumSettings(small=0, algorithm="one_shot")
 

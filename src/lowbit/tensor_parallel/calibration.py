@@ -23,7 +23,7 @@ from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
-from lowbit.terminal import shown
+from lowbit.terminal import Printable, shown
 from lowbit.wire.messages import gather_json
 
 _FORMAT = "lowbit-calibration"
@@ -45,7 +45,7 @@ Features = dict[str, tuple[int, ...]]
 """Outlier features by layer, ascending."""
 
 
-class CalibrationError(ValueError):
+class CalibrationError(Printable, ValueError):
     """A calibration cannot be used: it is missing, truncated, or made for another model or another setup."""
 
 

@@ -1,6 +1,5 @@
 """`Drift`: checks whether a calibration still holds for the inputs of a running model."""
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit import terminal
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
@@ -18,7 +18,7 @@ from lowbit.wire.messages import gather_json
 ROWS = 4
 """Number of rows in a sample."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_log = logging.getLogger("lowbit.tensor_parallel")
+_log = terminal.logger("lowbit.tensor_parallel")
 
 
 def sample(x: Tensor, turn: int) -> Tensor:

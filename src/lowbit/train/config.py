@@ -313,7 +313,7 @@ class RunConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
-    """PyTorch threads of each rank. 0: the cores of the machine divided by its ranks."""
+    """PyTorch threads of each rank. 0: the cores that a process may use, divided by the machine's ranks."""
     connections: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = "auto"
     """TCP connections for each pair of ranks over Gloo, 1 to 32. auto: one; if a link between machines loses packets,
     BBR as its congestion control where all machines permit it, otherwise as many connections as make it faster.

@@ -9,7 +9,6 @@ and a run that resumes at step N sees exactly the samples that it would have see
 import codecs
 import glob
 import hashlib
-import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit import terminal
 from lowbit.config import ConfigError, atomic
 from lowbit.terminal import one_line, printable, shown
 from lowbit.train import dates
@@ -31,7 +31,7 @@ from lowbit.train.folder import RunFolder
 from lowbit.train.pretrained import ByteTokenizer, Tokenizer, definition, load_tokenizer
 from lowbit.wire.errors import first_line
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _PIECE_BYTES = 16 << 20
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}

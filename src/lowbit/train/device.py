@@ -1,15 +1,16 @@
 """Choose a rank's device, its precision, and the backend of its messages."""
 
-import logging
 import os
 
 import torch
 import torch.distributed as dist
 
+from lowbit import terminal
 from lowbit.config import ConfigError
+from lowbit.cores import usable_cores
 from lowbit.train.config import TrainConfig
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 
 def local_rank() -> int:
@@ -30,8 +31,8 @@ def _launched(name: str, default: int, *, least: int) -> int:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Divide this machine's cores among its ranks."""
-    return max(1, len(os.sched_getaffinity(0)) // local_ranks(ranks))
+    """Divide the cores that this process may use (`lowbit.cores`) among the ranks of this machine."""
+    return max(1, usable_cores() // local_ranks(ranks))
 
 
 def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.device:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from lowbit import terminal
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce_bytes
 from lowbit.config import ConfigError
@@ -32,7 +33,7 @@ from lowbit.wire.traffic import note_sent
 if TYPE_CHECKING:
     from lowbit.train.prepare import Prepared
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _PAUSE = 0.5  # seconds between two checks for enough replicas
 _RETRY_SECONDS = 5.0  # between two requests for a quorum, when the lighthouse does not answer
@@ -141,7 +142,7 @@ class Elastic:
         # Gloo reaches other replicas over the network that leads to the lighthouse, unless the user names another.
         chosen, host = os.environ.get("GLOO_SOCKET_IFNAME"), urlsplit(config.elastic.lighthouse).hostname
         own = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        if host and chosen in (None, own) and (name := interface_towards(host)):
+        if host and chosen in (None, "", own) and (name := interface_towards(host)):
             os.environ["GLOO_SOCKET_IFNAME"] = name
         if self._rank == 0:
             log.warning(

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
 import tempfile
@@ -17,12 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lowbit import terminal
 from lowbit.config import ConfigError
 from lowbit.terminal import printable
 from lowbit.train.checkpoints.manifest import FOLDER, shares_newest_first
 from lowbit.train.config import TrainConfig
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 MARK = "lowbit-run.jsonl"
 FILES = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html")

@@ -6,7 +6,6 @@ supervisor: the ranks of each attempt meet as at the first start, and early ones
 """
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from lowbit import terminal
 from lowbit.config import ConfigError
 from lowbit.job.launch import LaunchError, RankProgram, start_all, start_one
 from lowbit.job.output import ALONE, DIVERGED, USAGE
@@ -24,7 +24,7 @@ from lowbit.train.config import TrainConfig
 from lowbit.train.folder import check_output
 from lowbit.train.metrics import Summary, read_summary
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _LONGEST_PAUSE = 30.0
 

@@ -1,7 +1,6 @@
 """A whole run on one rank: training, evaluation, checkpoints and output files."""
 
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lowbit import terminal
 from lowbit.config import atomic
 from lowbit.job.launch import PULSE
 from lowbit.job.process_group import joined, world
@@ -47,7 +47,7 @@ from lowbit.wire.messages import Messages, gather_json, neighbours, round_trip, 
 from lowbit.wire.pytorch import check_torch
 from lowbit.wire.traffic import sent_so_far
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _FIRST_STEP = "computing the first step, which takes longer than the others: it compiles kernels"
 _TRIAL_SECONDS = 1.0  # of the probe of a link with another number of connections
@@ -78,8 +78,8 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], bool | None] 
     run = config.run
     with phase("reading the text and checking the settings", rank, show=run.progress):
         prepared = prepare(config, ranks=ranks)
-    if run.threads or ranks > 1:
-        torch.set_num_threads(run.threads or threads_per_rank(ranks))
+    share = threads_per_rank(ranks)
+    torch.set_num_threads(run.threads or (share if ranks > 1 else min(share, torch.get_num_threads())))
     patience = run.rejoin_seconds if run.supervise else None
     with (
         stop_requests(run.grace_seconds, _note_stop, end_rank) as stop,

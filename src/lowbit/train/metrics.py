@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import logging
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from lowbit import terminal
 from lowbit.config import atomic
 from lowbit.train.config import TrainConfig
 from lowbit.train.layout import PipelineLayout
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 EVALUATIONS = "evaluations.jsonl"
 BOUNDARIES, TIED, GRADIENTS, COORDINATION = "boundaries", "tied embedding", "gradients", "coordination"

@@ -6,7 +6,6 @@ headers of their files. Code in a folder is never run, whatever its files ask fo
 
 import contextlib
 import json
-import logging
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lowbit import terminal
 from lowbit.config import ConfigError
 from lowbit.train.cut import CUT, NOT_CUT, check_decoder
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 SIZES = {
     "num_hidden_layers": 4096, "n_layer": 4096, "num_layers": 4096, "hidden_size": 1 << 20, "n_embd": 1 << 20,

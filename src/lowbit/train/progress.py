@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from lowbit.terminal import console, filtered_again
+from lowbit.terminal import console, filtered_again, lines
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -138,7 +138,7 @@ class Progress:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{lines(text)}\n")
             sys.stderr.flush()
 
     def close(self) -> None:

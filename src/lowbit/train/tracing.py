@@ -3,10 +3,10 @@
 import contextlib
 import gzip
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lowbit import terminal
 from lowbit.train.folder import RunFolder
 from lowbit.wire.messages import Messages, Trip, gather_json, round_trip
 from lowbit.wire.traffic import Trace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FOLDER, ALL = "trace", "all-ranks.json.gz"
 _SETTLING = 2  # steps after the warm-up, which set up codecs and caches
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 
 def traced_steps(steps: int, *, start: int, warmup: int, count: int) -> range:

@@ -1,7 +1,6 @@
 """The store that the ranks share: calls with a time limit, and append-only boards that all ranks read."""
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from lowbit.wire import threads
 from lowbit.wire.errors import PeerError, first_line
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="lowbit-store", daemon=True).start()
+    threads.start(run, "store")
     if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return future.result()

@@ -8,7 +8,6 @@ measures later ones).
 """
 
 import math
-import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from lowbit import kernels
 from lowbit.codecs import Codec, FeatureInt, Session, parse
 from lowbit.codecs.speed import coding_operations
 from lowbit.config import ConfigError, Positive, section
+from lowbit.cores import usable_cores
 from lowbit.report import Column, Command, Row, Table, spread
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
@@ -87,7 +87,7 @@ class CodecsBenchmark:
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        cores = _cores()
+        cores = usable_cores()
         if not all(0 <= count <= cores for count in self.threads):
             raise ConfigError(f"threads is {self.threads}; allowed: 0 (all cores) to {cores}")
         for name in set(self.codecs) - set(FITTED):
@@ -172,11 +172,7 @@ def _counts(settings: CodecsBenchmark) -> list[int]:
     """Return the numbers of threads to measure with, each once; for a GPU it is 1, the thread that feeds it."""
     if settings.device == "cuda":
         return [1]
-    return list(dict.fromkeys(count or _cores() for count in settings.threads))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return list(dict.fromkeys(count or usable_cores() for count in settings.threads))
 
 
 def _label(row: Row) -> str:

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lowbit.job.output import end
 from lowbit.job.process_group import joined
 from lowbit.terminal import filtered_again
 from lowbit.train.device import threads_per_rank
@@ -259,6 +260,7 @@ def serve(make: Callable[[], Any]) -> None:
             answer = _follow(worker, method, arguments)
             busy.clear()
             _write(answer)
+    end(0)  # at once: PyTorch's threads may still hold tensors
 
 
 def _follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:

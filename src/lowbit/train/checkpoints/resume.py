@@ -6,7 +6,6 @@ both ends of the boundary can take it from the same pipeline.
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit import terminal
 from lowbit.codecs import StatefulCodec, parse
 from lowbit.train.checkpoints.manifest import NO_CHECKPOINT, TENSORS, Manifest, step_name
 from lowbit.train.checkpoints.save import DTYPES, Checkpoints, raise_everywhere, together
@@ -27,7 +27,7 @@ from lowbit.train.identity import CHOSEN, Change, changes_between, refuse
 from lowbit.train.stages import Pipeline
 from lowbit.wire.messages import Messages, gather_json
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 Item = tuple[int, str]
 """A tensor in a checkpoint: the rank that wrote the share, and the tensor's name in it."""

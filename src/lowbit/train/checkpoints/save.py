@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,7 @@ from lowbit.train.checkpoints.manifest import (
     steps_in,
 )  # fmt: skip
 from lowbit.train.folder import RunFolder
+from lowbit.wire import threads
 from lowbit.wire.messages import gather_json
 
 _BEAT_SECONDS = 1.0
@@ -133,8 +133,7 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
         except BaseException as error:
             outcome["error"] = error
 
-    thread = threading.Thread(target=run, name="lowbit-checkpoint", daemon=True)
-    thread.start()
+    thread = threads.start(run, "checkpoint")
     while True:
         thread.join(_BEAT_SECONDS)
         done = not thread.is_alive()  # read once: an error may come at any moment

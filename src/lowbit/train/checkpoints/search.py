@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lowbit import terminal
 from lowbit.train.checkpoints.manifest import (
     DamagedShareError,
     Manifest,
@@ -22,7 +22,7 @@ from lowbit.train.checkpoints.manifest import (
 from lowbit.train.checkpoints.save import commit_share, raise_everywhere, together, verify_share
 from lowbit.wire.messages import gather_json
 
-log = logging.getLogger(__name__)
+log = terminal.logger(__name__)
 
 _NAMED = 4  # missing shares that a message names; it counts the rest
 
