@@ -80,6 +80,16 @@ def test_a_view_of_any_strides_arrives_as_its_copy_would(view: View, codec: Code
     assert torch.equal(crosses(codec, x, step)[0], crosses(codec, packed(x), step)[0])
 
 
+def test_a_boundary_that_codes_nothing_is_a_warning(caplog: pytest.LogCaptureFixture):
+    """As where a module computes under no_grad: nobody would learn why it is slow."""
+    exact, integers = Slot(SHAPE, torch.float32, exact=True), Slot(SHAPE, torch.int64)
+    for slots in ([SLOT, exact], [integers], []):
+        unused(INT4).prepare(slots)
+    assert not caplog.records
+    unused(INT4).prepare([exact, integers])
+    assert "boundary 0 forward: nothing is coded, as no tensor would require a gradient" in caplog.text
+
+
 def test_the_payload_has_memory_of_its_own():
     x = torch.randn(SHAPE)
     for step in (StepKind(), FULL):
