@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from lowbit import kernels
@@ -81,15 +82,30 @@ def test_a_backward_pass_notices_what_was_overwritten(codec: Codec) -> None:
         square.backward()
 
 
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_what_autograd_and_tracing_hand_over(codec: Codec) -> None:
+    assert torch.equal(codec.encode(torch.ops.aten._efficientzerotensor(X.shape)), codec.encode(torch.zeros(X.shape)))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        payload = codec.encode(torch.empty(X.shape))
+        assert payload.shape == (codec.nbytes(X.shape),)
+        assert codec.decode(payload, shape=X.shape).shape == X.shape
+    gradient = torch.func.grad(lambda x: (codec.round_trip(x) * x).sum())(X)
+    assert torch.equal(gradient, codec.round_trip(X))
+
+
 def test_what_cannot_be_read_or_written_is_refused_in_a_line() -> None:
     codec, x = GroupInt(), torch.randn(64)
     payload, nested = codec.encode(x), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    ends = session().encode(X)
+    ends, freed, zeros = session().encode(X), torch.ones(64), torch.ops.aten._efficientzerotensor([64])
+    freed.untyped_storage().resize_(0)
     texts = refused(
         (lambda: codec.encode(x.to_sparse()), TypeError, "x is a sparse_coo tensor; allowed: dense tensors"),
         (lambda: codec.encode(nested), TypeError, "x is a nested tensor"),
         (lambda: codec.encode(x.to_mkldnn()), TypeError, "x is a _mkldnn tensor"),
         (lambda: codec.encode(x + 1j), TypeError, "x has dtype torch.complex64"),
+        (lambda: codec.encode(freed), ValueError, "x has no memory, as parameters that FSDP has freed; allowed: "),
+        (lambda: codec.decode(payload, shape=x.shape, out=freed), ValueError, "out has no memory"),
+        (lambda: codec.decode(payload, shape=x.shape, out=zeros), ValueError, "out has no memory"),
         (lambda: codec.encode(x, out=payload[:1].expand(64)), ValueError, "out has elements that share memory"),
         (lambda: codec.add(payload[:1].expand(64), x), ValueError, "payload has elements that share memory"),
         (lambda: session().decode(ends, out=X[:1].expand(4, -1, -1)), ValueError, "out has elements that share"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -118,8 +119,23 @@ def test_what_has_no_memory_to_send_is_refused_and_the_group_works() -> None:
     def summing(tensor: Any, **how: Any) -> Callable[[], Any]:
         return lambda: all_reduce(tensor, INT8, **how)
 
+    freed = torch.ones(64)
+    freed.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = torch.empty(64)
+
+    def transformed(transform: Callable[[Any], Any]) -> Callable[[], Any]:
+        return lambda: transform(lambda y: (all_reduce(y, INT8), y.sum())[1])(torch.ones(2, 64))
+
     with sent_bytes() as sent:
         refused(
+            (summing(fake), TypeError, "tensor is traced, and has no memory; allowed: plain tensors, outside"),
+            (transformed(torch.func.vmap), TypeError, "tensor is traced"),
+            (transformed(torch.func.grad), TypeError, "tensor is traced"),
+            (lambda: reduce_scatter(x[:32], fake, INT8), TypeError, "input is traced"),
+            (summing(freed), ValueError, "tensor has no memory, as parameters that FSDP has freed; allowed: "),
+            (summing(torch.ops.aten._efficientzerotensor([64])), ValueError, "tensor has no memory"),
+            (lambda: reduce_scatter(x[:32], freed, INT8), ValueError, "input has no memory"),
             (summing(torch.ones(1).expand(64)), ValueError, "tensor has elements that share memory, as after expand"),
             (summing(torch.ones(1).expand(40_000)), ValueError, "tensor has elements that share memory"),
             (summing(torch.arange(9.0).unfold(0, 4, 1), small=0), ValueError, "tensor has elements that share memory"),
@@ -154,3 +170,15 @@ def test_output_and_input_may_overlap() -> None:
     memory = torch.arange(9.0)
     reduce_scatter(memory[1:], memory[:8], INT8)
     assert torch.equal(memory, torch.tensor([0.0, 0, 1, 2, 3, 4, 5, 6, 7]))
+
+
+@on_ranks
+def test_calls_in_compiled_code_check_as_others() -> None:
+    def total(x: Tensor) -> Tensor:
+        all_reduce(x, INT8)
+        return 2 * x
+
+    compiled = torch.compile(lambda x: total(x[::2] * 1), backend="eager")
+    assert torch.equal(compiled(torch.ones(128)), torch.full((64,), 2.0 * RANKS))
+    with pytest.raises(ValueError, match="tensor has elements that share memory"):
+        torch.compile(lambda x: total(x.sum().expand(64)), backend="eager")(torch.ones(4))

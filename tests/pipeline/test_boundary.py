@@ -80,6 +80,16 @@ def test_a_view_of_any_strides_arrives_as_its_copy_would(view: View, codec: Code
     assert torch.equal(crosses(codec, x, step)[0], crosses(codec, packed(x), step)[0])
 
 
+def test_a_boundary_that_codes_nothing_is_a_warning(caplog: pytest.LogCaptureFixture):
+    """As where a module computes under no_grad: nobody would learn why it is slow."""
+    exact, integers = Slot(SHAPE, torch.float32, exact=True), Slot(SHAPE, torch.int64)
+    for slots in ([SLOT, exact], [integers], []):
+        unused(INT4).prepare(slots)
+    assert not caplog.records
+    unused(INT4).prepare([exact, integers])
+    assert "boundary 1 forward: nothing is coded, as no tensor would require a gradient" in caplog.text
+
+
 def test_the_payload_has_memory_of_its_own():
     x = torch.randn(SHAPE)
     for step in (StepKind(), FULL):
@@ -135,16 +145,16 @@ def test_a_tensor_too_short_for_a_set_rate_is_refused_first_and_sent_as_it_is_la
     """As the last, smaller batch of an evaluation is; sent plainly, it leaves the basis as it was."""
     codec, large, small = TransformQuant(bits=2.0), torch.Size((4, 64, 64)), torch.Size((1, 8, 64))
     with pytest.raises(ValueError, match=r"bits is 2, .* messages of \(1, 8, 64\); allowed: at least"):
-        lane(codec, (small, torch.float32))
-    sender, receiver = lane(codec, (large, torch.float32)), lane(codec, (large, torch.float32))
+        lane(codec, Slot(small, torch.float32))
+    sender, receiver = lane(codec, Slot(large, torch.float32)), lane(codec, Slot(large, torch.float32))
     pass_on(sender, receiver, StepKind(), 0, torch.randn(large))
     for dtype in (torch.float32, torch.bfloat16):
         for end in (sender, receiver):
-            ready(end, (small, dtype))
+            ready(end, Slot(small, dtype))
         x = torch.randn(small).to(dtype)
         assert sender.nbytes(0, StepKind(), 0) == x.nbytes
         assert torch.equal(pass_on(sender, receiver, StepKind(), 0, x), x)
-    assert sender.facts([(small, torch.float32)]) == receiver.facts([(small, torch.float32)])
+    assert sender.facts([Slot(small, torch.float32)]) == receiver.facts([Slot(small, torch.float32)])
     [state] = receiver.states.state_dict().values()
     assert state["messages"] == 1
 

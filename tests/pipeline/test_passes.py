@@ -321,6 +321,33 @@ def test_the_trial_of_an_evaluation_leaves_no_graph_in_buffers() -> None:
     assert not seen.requires_grad
 
 
+class InPlace(toy.Block):
+    """A block that changes its input in place, as few do outside evaluations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.5))
+
+
+class Inner(toy.Block):
+    """A block that takes gradients itself, as for forces or for training at test time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            [force] = torch.autograd.grad(z.pow(3).sum(), z)
+        return super().forward(x) + force + torch.func.grad(lambda z: z.pow(3).sum())(x.detach())
+
+
+@pytest.mark.parametrize("kind", [InPlace, Inner])
+@on_ranks
+def test_evaluations_take_what_changes_inputs_and_what_differentiates(kind: Any) -> None:
+    run = toy.Run("interleaved-2", PLAIN, kind=kind)
+    found = run.take(*data(1), training=False)
+    expected = in_one_process(run, False, N, *data(1))
+    if run.last:
+        torch.testing.assert_close(found[:2], expected[:2])
+
+
 def other_formats(schedule: str) -> Any:
     """Bits of each step, gradients equal to those of stages made with the second format, and receives left over."""
     first, second = GroupInt(bits=8, group=24), TransformQuant(bits=12)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from lowbit.kernels.operators import FLOATS
 from lowbit.terminal import shown
@@ -52,17 +53,27 @@ def check_float(name: str, x: Tensor) -> None:
 def readable(name: str, x: Tensor) -> Tensor:
     """Return `x`, detached, such that its elements are in memory at its address and strides.
 
-    A negated view, such as `z.conj().imag`, and the result of a functional collective are copied.
+    A negated view, such as `z.conj().imag`, zeros of autograd's, which have no memory, and the result of a functional
+    collective are copied. What is traced stays as it is.
 
     Raises:
         TypeError: a wrapper whose elements no operator puts into a plain tensor, such as a DTensor.
+        ValueError: memory that has been freed.
     """
     x = x.detach()
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         return x
     if is_wrapper(x) and is_wrapper(x := x.clone()):
         raise TypeError(f"{name} is {type(x).__name__}; allowed: a plain tensor, such as its to_local()")
-    return x.resolve_neg()
+    x = x.clone() if x._is_zerotensor() else x.resolve_neg()
+    _check_memory(name, x)
+    return x
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether operators on `x` compute shapes, or go through `torch.func` or `torch.compile`, which read its memory."""
+    functorch = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta or functorch(x)
 
 
 def is_wrapper(x: Tensor) -> bool:
@@ -73,13 +84,19 @@ def is_wrapper(x: Tensor) -> bool:
 
 def check_written(name: str, x: Tensor) -> None:
     """Raise unless kernels can write to each element of `x` on its own."""
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         return
     if is_wrapper(x):
         raise TypeError(f"{name} is {type(x).__name__}; allowed: a plain tensor, whose memory can be written to")
+    _check_memory(name, x)
     if x.is_neg() or (not x.is_contiguous() and _overlaps(x)):
         kind = "is a negated view" if x.is_neg() else "has elements that share memory, as after expand()"
         raise ValueError(f"{name} {kind}, and is to be overwritten; allowed: a tensor with memory of its own (clone())")
+
+
+def _check_memory(name: str, x: Tensor) -> None:
+    if x.numel() and not x.data_ptr():
+        raise ValueError(f"{name} has no memory, as parameters that FSDP has freed; allowed: a tensor with memory")
 
 
 def _overlaps(x: Tensor) -> bool:

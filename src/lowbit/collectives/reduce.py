@@ -4,15 +4,15 @@ Arguments are checked in the caller: an error on the calls' thread would end the
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal
+from functools import partial, wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec, Summable
-from lowbit.codecs.checks import check_choice, check_float, check_int, check_timeout, check_written, readable
+from lowbit.codecs.checks import check_choice, check_float, check_int, check_timeout, check_written, is_traced, readable
 from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL, Put, Shards, Take
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
@@ -22,6 +22,8 @@ from lowbit.wire import pytorch
 from lowbit.wire.checksum import check_checksums, sealed_bytes
 from lowbit.wire.pytorch import plain
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
 
@@ -77,12 +79,30 @@ def check_call(
     return summable
 
 
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Hide a function from `torch.compile`, so that it checks tensors in memory.
+
+    PyTorch's own decorator would import the compiler at once.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            hide: Any = torch.compiler.disable
+            return hide(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
 def check_tensor(name: str, x: Tensor, codec: Summable, group: dist.ProcessGroup) -> None:
     """Raise unless the codec, which may be made for a number of ranks and for whole rows, can encode `x` here."""
     check_float(name, x)
     ranks, devices = group.size(), sorted({device.type for device in group._device_types})
     if x.device.type not in devices:
         raise ValueError(f"{name} is on {x.device}; allowed in this group: {', '.join(devices)}")
+    if is_traced(x):
+        raise TypeError(f"{name} is traced, and has no memory; allowed: plain tensors, outside torch.func")
     if codec.ranks not in (None, ranks):
         raise ValueError(f"codec is {codec}; allowed in a group of {ranks}: one for {ranks} ranks")
     if x.numel() % codec.grain or (x.dim() > 1 and codec.grain > 1 and x.shape[-1] != codec.grain):
@@ -117,6 +137,7 @@ def _memory(x: Tensor) -> range:
     return range(x.data_ptr(), x.data_ptr() + elements * x.element_size())
 
 
+@uncompiled
 def all_reduce(
     tensor: Tensor,
     codec: Codec,
@@ -272,6 +293,7 @@ def _shard_bytes(shards: Shards, codec: Summable, owner: int, checksums: bool) -
     return sum(sealed_bytes(size, checksums) for size in sizes)
 
 
+@uncompiled
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
@@ -308,6 +330,7 @@ def reduce_scatter(
     return _started(call, async_op)
 
 
+@uncompiled
 def all_gather(
     output: Tensor,
     input: Tensor,

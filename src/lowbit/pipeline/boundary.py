@@ -268,6 +268,11 @@ class Lane:
         """Get ready for tensors that will cross together; TypeError: a dtype of no codec; else as `States.session`."""
         if any(slot.exact for slot in slots):
             log.info("%s: constants are sent exactly: %s", self.name, _listed(map(described, slots)))
+            if not any(slot.coded for slot in slots):
+                log.warning(
+                    "%s: nothing is coded, as no tensor would require a gradient if all parameters were trained, for "
+                    "example under torch.no_grad in a module; LowBitStage(code_constants=True) codes them", self.name,
+                )  # fmt: skip
         for index, slot in enumerate(slots):
             if slot.coded and slot.dtype not in FLOATS:
                 raise TypeError(f"dtype is {slot.dtype}; allowed: {', '.join(map(str, FLOATS))}")

@@ -163,13 +163,16 @@ class HookedStage(PipelineStage):
         pass
 
     def _real(self, x: Any, *, all_trained: bool) -> Any:
-        """Return an input of a trial run, detached from the graph; zeros in the place of a layout."""
+        """Return an input of a trial run, which the module may change in place; zeros in the place of a layout."""
         if not isinstance(x, Tensor):
             return x
         if not x.is_meta:  # of the first stage
-            return (x.clone() if x.is_inference() else x).detach().requires_grad_(x.requires_grad)
-        learns = x.requires_grad or (all_trained and x.is_floating_point() and not isinstance(x, Constant))
-        return torch.zeros_like(x, device=self.device).requires_grad_(learns)
+            real, learns = x.detach().clone(), x.requires_grad
+        else:
+            real = torch.zeros_like(x, device=self.device)
+            learns = x.requires_grad or (all_trained and x.is_floating_point() and not isinstance(x, Constant))
+        real.requires_grad_(learns)
+        return real.clone() if all_trained else real  # leaves that require gradients cannot be changed
 
     def _or_zeros(self, grad: Tensor | None, layout: Tensor) -> Tensor | None:
         if grad is not None or not layout.requires_grad:
@@ -211,11 +214,15 @@ def trial(stage: HookedStage, inputs: Sequence[Any], kwargs: dict[str, Any], *, 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(_all_trained(stage.submod))
-        # Nothing is kept for a backward pass: an evaluation may have no memory for that.
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # no graph is compiled for this run alone
-        return mark_constants(layouts, _run_once(stage, inputs, kwargs, training=True, all_trained=True))
+        run = partial(_run_once, stage, inputs, kwargs, training=True, all_trained=True)
+        try:
+            # Nothing is kept for a backward pass: an evaluation may have no memory for that.
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
+                return mark_constants(layouts, run())
+        except (RuntimeError, TypeError):  # as of a module that differentiates, which needs what is kept
+            return mark_constants(layouts, run())
 
 
 def _can_be_split(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
