@@ -82,7 +82,7 @@ def test_a_backward_pass_notices_what_was_overwritten(codec: Codec) -> None:
         square.backward()
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("codec", CODECS[:-1], ids=repr)  # the last looks whether numbers fit float16
 def test_what_autograd_and_tracing_hand_over(codec: Codec) -> None:
     assert torch.equal(codec.encode(torch.ops.aten._efficientzerotensor(X.shape)), codec.encode(torch.zeros(X.shape)))
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -338,6 +338,12 @@ def too_few_targets() -> None:
         run.feed(x, target[:rows])
 
 
+def targets_in_a_list() -> None:
+    run = toy.Run("1f1b", FITTING)
+    x, target = data(0)
+    run.feed(x, list(target))  # pyright: ignore[reportArgumentType]
+
+
 def keyword_without_rows() -> None:
     run = toy.Run("1f1b", FITTING)
     run.feed(*data(0), **({"scale": torch.ones(0)} if run.last else {}))
@@ -362,6 +368,7 @@ def unfrozen() -> None:
     ("function", "culprit", "said"),
     [
         (too_few_targets, 1, ""),
+        (targets_in_a_list, 1, ""),
         (keyword_without_rows, 1, ""),
         (without_samples, 1, "set_samples"),
         (unfrozen, 0, "stage 0 requires a gradient"),

@@ -65,9 +65,12 @@ class HookedStage(PipelineStage):
                 raise RuntimeError("a LowBitStage can only be run by `step` or `eval` of a schedule of PyTorch's")
         schedule, target = step["self"], step.get("target")
         _take_over(schedule)
-        # Raise the error of too few targets within a pass, so that all ranks learn of it; PyTorch raises it before one.
-        if isinstance(target, Tensor) and target.dim() and len(target) < schedule._n_microbatches:
-            schedule._step_microbatches(*schedule._split_inputs(step["args"], step["kwargs"]), list(target))
+        # Raise the error of too few targets, or of no tensor, within a pass, so that all ranks learn of it; PyTorch
+        # raises it before one.
+        rows = len(target) if isinstance(target, Tensor) and target.dim() else 0
+        if target is not None and rows < schedule._n_microbatches:
+            targets = list(target) if rows else []
+            schedule._step_microbatches(*schedule._split_inputs(step["args"], step["kwargs"]), targets)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.stage_index - 1 not in self.lanes.peers:

@@ -21,6 +21,7 @@ from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
+from lowbit.terminal import shown
 from lowbit.wire.checksum import Checksums, check_checksums
 from lowbit.wire.pytorch import check_torch, default_group
 from lowbit.wire.traffic import Traffic
@@ -89,7 +90,7 @@ class LowBitStage(HookedStage):
         arguments.check_numbers(warmup_steps, timeout)
         check_checksums(checksums)
         if not isinstance(code_constants, bool):
-            raise TypeError(f"code_constants is {code_constants!r}; allowed: True or False")
+            raise TypeError(f"code_constants is {shown(code_constants)}; allowed: True or False")
         backward = arguments.default_backward(forward) if backward is None else backward
         arguments.check_warm_up("forward", forward, warmup_steps)
         arguments.check_warm_up("backward", backward, warmup_steps)
