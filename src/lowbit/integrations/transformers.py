@@ -34,7 +34,7 @@ from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_dtype
 from lowbit.codecs.foreign import open_session
 from lowbit.integrations import engine
-from lowbit.pipeline.arguments import check_numbers
+from lowbit.pipeline.arguments import check_numbers, dtype_of
 from lowbit.terminal import shown
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
@@ -98,7 +98,7 @@ def low_bit_pipeline_(
             "distributed_config=DistributedConfig(pp_size=2), or more"
         )
     _check_mode(model)
-    check_dtype(next(model.parameters()).dtype)
+    check_dtype(dtype_of(model))
     if isinstance(own, LowBitPipelineStage):
         own.remove()
         own = own.own
@@ -118,6 +118,7 @@ class LowBitPipelineStage(_Stage):
     def __init__(self, own: Any, model: Any, codec: Codec, timeout: float, checksums: bool) -> None:
         self.__dict__.update(vars(own))
         self.own, self.codec, self.traffic = own, codec, Traffic()
+        self._dtype = dtype_of(model)  # Transformers passes that of the first parameter, which may have 4 bits
         config = model.config.get_text_config()
         self._vocabulary = int(config.vocab_size)
         group: Any = own.pp_group
@@ -127,7 +128,7 @@ class LowBitPipelineStage(_Stage):
         numbers = f"{config.model_type}, {config.num_hidden_layers} layers, {config.hidden_size} wide"
         facts = {
             "codec": f"{codec} [{codec.fingerprint()}]",
-            "model": f"{numbers}, {self._vocabulary} tokens, {next(model.parameters()).dtype}",
+            "model": f"{numbers}, {self._vocabulary} tokens, {self._dtype}",
             "lowbit version": __version__,
             "transformers version": from_transformers("transformers").__version__,
             **agreed_facts(checksums),
@@ -175,6 +176,7 @@ class LowBitPipelineStage(_Stage):
             RuntimeError: the model trains, or gradients are enabled.
             PeerError: a neighbour ended, or did not answer in time. DamagedError: a message arrived damaged.
         """
+        dtype = self._dtype
         _check_mode(self._model())
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -206,7 +208,7 @@ class LowBitPipelineStage(_Stage):
             PeerError, DamagedError: as `communicate`.
             ValueError: the last stage announces logits of a shape that is impossible in this pass.
         """
-        last = self.pp_size - 1
+        last, dtype = self.pp_size - 1, self._dtype
         if self.pp_is_last_stage:
             assert tensor is not None
             logits = tensor.to(dtype).contiguous()

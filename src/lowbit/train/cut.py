@@ -189,15 +189,6 @@ def is_tied(model: Any) -> bool:
     return embedding is not None and model.get_output_embeddings().weight is embedding
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which a model computes, whatever that of its 4-bit weights and adapters.
-
-    Transformers keeps some weights in float32, such as those of routers.
-    """
-    own = {p.dtype for name, p in model.named_parameters() if p.is_floating_point() and ".lora_" not in name}
-    return min(own, key=lambda dtype: dtype.itemsize)
-
-
 def attention_of(config: Any) -> str:
     """Return the fastest attention of a model that needs no other package."""
     return "sdpa" if whole_class(config)._supports_sdpa else "eager"

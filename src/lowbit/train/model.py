@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.config import ConfigError
+from lowbit.pipeline.arguments import dtype_of
 from lowbit.train.config import ModelConfig, TrainConfig
 from lowbit.train.cut import (
     MIXES_SAMPLES,
     Share,
     attention_of,
-    dtype_of,
     is_tied,
     joined,
     parts_of,
