@@ -28,8 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": _RECIPE | {"job", "integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels", "terminal"},
     "plan": _RECIPE | {"report", "train", "simulate"},
+    "generate": {"codecs", "config", "integrations", "job", "terminal", "train", "wire"},
     "doctor": {"codecs", "config", "job", "plan", "report", "terminal", "train", "wire"},
-    "cli": _RECIPE | {"job", "report", "train", "plan", "doctor"},
+    "cli": _RECIPE | {"job", "report", "train", "plan", "doctor", "generate"},
     "__main__": {"cli"},
 }
 MOST_LINES = 600

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 pytest.importorskip("transformers.distributed.pipeline_parallel")
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.distributed import pipeline_parallel
 from transformers.distributed.configuration_utils import DistributedConfig
 

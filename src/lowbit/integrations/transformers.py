@@ -46,7 +46,8 @@ __all__ = ["LowBitPipelineStage", "low_bit_pipeline_"]
 
 from_transformers = functools.partial(engine, package="transformers", extra="train", tested="5.23.0")
 _STAGE = "PipelineStage.communicate", "PipelineStage.broadcast_from_last", "PipelineStage.layer_range_for_rank"
-_Stage: Any = from_transformers("transformers.distributed.pipeline_parallel", *_STAGE).PipelineStage
+_pipeline = from_transformers("transformers.distributed.pipeline_parallel", *_STAGE, "pipeline_parallel_naive_forward")
+_Stage: Any = _pipeline.PipelineStage
 _caches = from_transformers("transformers.cache_utils", "DummyLayer", "Cache")
 
 AHEAD = 2
@@ -81,14 +82,7 @@ def low_bit_pipeline_(
         TypeError, ValueError: an invalid argument, or a model without stages.
         AgreementError: the ranks contradict each other, or one did not come in time; the same text on every rank.
     """
-    codec = GroupInt(bits=8, group=64) if codec is None else codec
-    if not isinstance(codec, Codec):
-        raise TypeError(f"codec is {shown(codec)}; allowed: a codec of lowbit")
-    if codec.stateful:
-        raise ValueError(
-            f"codec is {codec}, which keeps state between messages of one shape; allowed in inference, whose shapes "
-            "change: codecs without state, such as GroupInt, TAHQuant, BlockFloat8 or Cast"
-        )
+    codec = check_stateless(GroupInt(bits=8, group=64) if codec is None else codec)
     check_numbers(0, timeout)
     check_checksums(checksums)
     own = getattr(model, "_pp_stage", None)
@@ -102,7 +96,49 @@ def low_bit_pipeline_(
     if isinstance(own, LowBitPipelineStage):
         own.remove()
         own = own.own
-    return LowBitPipelineStage(own, model, codec, float(timeout), checksums)
+    base = getattr(model, model.base_model_prefix)
+    held = range(*own.layer_range_for_rank(own.pp_rank, len(base.layers)))
+    return LowBitPipelineStage(own, model, codec, float(timeout), checksums, held)
+
+
+def connect_stages_(
+    model: Any, codec: Codec, *, held: range, group: Any, timeout: float, checksums: bool
+) -> "LowBitPipelineStage":
+    """Let the ranks of a group call and generate with a model that somebody else has cut, a stage on each.
+
+    Args:
+        model: has identities in place of other stages' modules, is in evaluation mode, and has no stage yet.
+        held: its layers. The others: as for `low_bit_pipeline_`.
+
+    Raises:
+        AgreementError: the ranks contradict each other, or one did not come in time; the same text on every rank.
+    """
+    forward = model.forward
+    run = functools.partial(_pipeline.pipeline_parallel_naive_forward, model, forward, inspect.signature(forward))
+    model.forward = functools.wraps(forward)(run)
+    return LowBitPipelineStage(_Place(group), model, codec, timeout, checksums, held)
+
+
+def check_stateless(codec: Any) -> Codec:
+    """Return the codec if it can send hidden states in inference."""
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec is {shown(codec)}; allowed: a codec of lowbit")
+    if codec.stateful:
+        raise ValueError(
+            f"codec is {codec}, which keeps state between messages of one shape; allowed in inference, whose shapes "
+            "change: codecs without state, such as GroupInt, TAHQuant, BlockFloat8 or Cast"
+        )
+    return codec
+
+
+class _Place(_Stage):
+    """A rank's place in a pipeline that has a stage on each rank of a group, as Transformers describes it."""
+
+    def __init__(self, group: Any) -> None:
+        self.pp_group, self.pp_rank, self.pp_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.pp_is_first_stage, self.pp_is_last_stage = self.pp_rank == 0, self.pp_rank == self.pp_size - 1
+        self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_rank - 1
+        self.pp_next_rank = None if self.pp_is_last_stage else self.pp_rank + 1
 
 
 class LowBitPipelineStage(_Stage):
@@ -115,7 +151,7 @@ class LowBitPipelineStage(_Stage):
             and bytes of logits and token ids (`backward_bytes`).
     """
 
-    def __init__(self, own: Any, model: Any, codec: Codec, timeout: float, checksums: bool) -> None:
+    def __init__(self, own: Any, model: Any, codec: Codec, timeout: float, checksums: bool, held: range) -> None:
         self.__dict__.update(vars(own))
         self.own, self.codec, self.traffic = own, codec, Traffic()
         self._dtype = dtype_of(model)  # Transformers passes that of the first parameter, which may have 4 bits
@@ -147,7 +183,6 @@ class LowBitPipelineStage(_Stage):
         self._model = weakref.ref(model)
         model._pp_stage = self
         base = getattr(model, model.base_model_prefix)
-        held = range(*self.layer_range_for_rank(self.pp_rank, len(base.layers)))
         self._hook = base.register_forward_pre_hook(functools.partial(_own_layers_only, held), with_kwargs=True)
         model.generate = self._generating(model.generate)
         model._get_logits_processor = self._choosing_last(model._get_logits_processor)

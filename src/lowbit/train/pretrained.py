@@ -158,7 +158,7 @@ def check_files(folder: str, key: str) -> _Shapes:
     """Read shapes and types of a folder's weights from the headers of their files."""
     given = f"{key} is {folder!r}"
     for path in _candidates(Path(folder)):
-        return _headers(given, _shards(given, path) if path.name.endswith(_INDEX) else [path])
+        return headers_of(given, _shards(given, path) if path.name.endswith(_INDEX) else [path])
     raise ConfigError(f"{given}, which holds no weights; allowed: a folder with {', '.join(_FILES)}, or their parts")
 
 
@@ -316,7 +316,7 @@ def _shards(given: str, index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(names)]
 
 
-def _headers(given: str, files: Iterable[Path]) -> _Shapes:
+def headers_of(given: str, files: Iterable[Path]) -> _Shapes:
     """Read the headers of files, without running code in them or reading weights."""
     from safetensors import safe_open
 
