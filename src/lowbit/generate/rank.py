@@ -113,7 +113,7 @@ class Answering:
     """This rank's share of a model, which answers and scores with those of the others; every rank makes one.
 
     Attributes:
-        stage: sends between the ranks, and counts; None on a single one.
+        module: this rank's stage. stage: sends between the ranks, and counts; None on a single one.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -127,8 +127,8 @@ class Answering:
         if prepared.adapters is not None:
             folder, config = prepared.adapters
             add_adapters(built, config, folder)
-        self._module = StageModule(built.eval(), layers=held, first=first, last=last).eval()
-        self._model: Any = self._module.model
+        self.module = StageModule(built.eval(), layers=held, first=first, last=last).eval()
+        self._model: Any = self.module.model
         self.stage = None
 
     def scores(self, samples: Sequence[Encoded]) -> tuple[float, float]:
@@ -140,7 +140,7 @@ class Answering:
             pipeline=PipelineConfig(ranks=prepared.layout.ranks, microbatches=1),
             run=RunConfig(timeout_seconds=settings.timeout_seconds, checksums=settings.checksums),
         )  # fmt: skip
-        stages = _Evaluated(config, prepared.layout, {self.rank: self._module}, prepared.device, self._module.width, {})
+        stages = _Evaluated(config, prepared.layout, {self.rank: self.module}, prepared.device, self.module.width, {})
         group = new_group(timeout=settings.timeout_seconds)
         codecs = (prepared.codec,) * (prepared.layout.ranks - 1)
         windows = Answers(samples, sequence, packing=False)
