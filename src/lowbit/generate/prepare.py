@@ -20,7 +20,7 @@ from lowbit.generate.settings import GenerateSettings
 from lowbit.train.answers import Encoded
 from lowbit.train.boundaries import codec_of
 from lowbit.train.config import PipelineConfig
-from lowbit.train.cut import parts_of
+from lowbit.train.cut import layer_count, parts_of
 from lowbit.train.device import choose_device
 from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.model import check_starts
@@ -88,8 +88,8 @@ class Prepared:
         own = found.eos_token_id
         ends = {*(own if isinstance(own, list) else [own]), inner.eos_token_id} - {None}
         found.eos_token_id = sorted(ends) or None
-        if found.pad_token_id is None:
-            found.pad_token_id = next((x for x in (inner.pad_token_id, *sorted(ends)) if x is not None), 0)
+        pads = (found.pad_token_id, inner.pad_token_id, *sorted(ends))
+        found.pad_token_id = next((x for x in pads if x is not None and 0 <= x < self.exact.vocab_size), 0)
         found.max_new_tokens = self.settings.tokens or found.max_new_tokens or _USUAL_TOKENS
         found.max_length = None
         found.num_beams, found.do_sample = 1, self.settings.sample
@@ -134,7 +134,7 @@ def prepare(settings: GenerateSettings, *, rank: int, ranks: int) -> Prepared:
     exact: Any = transformers_config(base, key)
     parts_of(exact)
     pipeline = PipelineConfig(ranks=ranks, layers=settings.layers, schedule="GPipe")
-    layout = make_layout(pipeline, ranks=ranks, layers=exact.num_hidden_layers)
+    layout = make_layout(pipeline, ranks=ranks, layers=layer_count(exact))
     check_starts(exact, [layout.layers_of(stage)[0] for stage in range(1, layout.stages)], "layers")
     codec = codec_of("format", settings.format, _check_codec)
     device = choose_device(settings.device, ranks, key="device")

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from lowbit.job.process_group import joined
 from lowbit.terminal import print_pairs
 from lowbit.train.answers import Answers, Encoded
 from lowbit.train.config import DataConfig, PipelineConfig, RunConfig, TrainConfig
-from lowbit.train.cut import Share
+from lowbit.train.cut import MIXES_SAMPLES, Share
 from lowbit.train.device import threads_per_rank
 from lowbit.train.evaluate import HeldOutEvaluation
 from lowbit.train.layout import PipelineLayout
@@ -152,16 +153,18 @@ class Answering:
         if self._prepared.layout.ranks > 1 and self.stage is None:
             from lowbit.integrations.transformers import connect_stages_
 
+            seconds = settings.timeout_seconds
             self.stage = connect_stages_(
-                self._model, self._prepared.codec, held=self._prepared.layout.layers_of(self.rank),
-                group=new_group(timeout=settings.timeout_seconds), timeout=settings.timeout_seconds,
+                self._model, self._prepared.codec, group=new_group(timeout=seconds), timeout=seconds,
                 checksums=settings.checksums,
             )  # fmt: skip
         torch.manual_seed(settings.seed)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        for start in range(0, len(order), settings.batch):
-            together = order[start : start + settings.batch]
-            yield from zip(together, self._answered([prompts[index] for index in together], streamer), strict=True)
+        # Padding would change the answers of models whose layers do more than attend.
+        padded = self._prepared.exact.model_type not in MIXES_SAMPLES
+        for _, alike in groupby(order, key=lambda index: padded or len(prompts[index])):
+            while together := list(islice(alike, settings.batch)):
+                yield from zip(together, self._answered([prompts[index] for index in together], streamer), strict=True)
 
     def _answered(self, prompts: list[list[int]], streamer: Any) -> list[list[int]]:
         generation, longest = copy.deepcopy(self._prepared.generation), max(map(len, prompts))

@@ -96,19 +96,15 @@ def low_bit_pipeline_(
     if isinstance(own, LowBitPipelineStage):
         own.remove()
         own = own.own
-    base = getattr(model, model.base_model_prefix)
-    held = range(*own.layer_range_for_rank(own.pp_rank, len(base.layers)))
-    return LowBitPipelineStage(own, model, codec, float(timeout), checksums, held)
+    return LowBitPipelineStage(own, model, codec, float(timeout), checksums)
 
 
-def connect_stages_(
-    model: Any, codec: Codec, *, held: range, group: Any, timeout: float, checksums: bool
-) -> "LowBitPipelineStage":
+def connect_stages_(model: Any, codec: Codec, *, group: Any, timeout: float, checksums: bool) -> "LowBitPipelineStage":
     """Let the ranks of a group call and generate with a model that somebody else has cut, a stage on each.
 
     Args:
         model: has identities in place of other stages' modules, is in evaluation mode, and has no stage yet.
-        held: its layers. The others: as for `low_bit_pipeline_`.
+        group: over Gloo. The others: as for `low_bit_pipeline_`.
 
     Raises:
         AgreementError: the ranks contradict each other, or one did not come in time; the same text on every rank.
@@ -116,7 +112,7 @@ def connect_stages_(
     forward = model.forward
     run = functools.partial(_pipeline.pipeline_parallel_naive_forward, model, forward, inspect.signature(forward))
     model.forward = functools.wraps(forward)(run)
-    return LowBitPipelineStage(_Place(group), model, codec, timeout, checksums, held)
+    return LowBitPipelineStage(_Place(group), model, codec, timeout, checksums)
 
 
 def check_stateless(codec: Any) -> Codec:
@@ -151,7 +147,7 @@ class LowBitPipelineStage(_Stage):
             and bytes of logits and token ids (`backward_bytes`).
     """
 
-    def __init__(self, own: Any, model: Any, codec: Codec, timeout: float, checksums: bool, held: range) -> None:
+    def __init__(self, own: Any, model: Any, codec: Codec, timeout: float, checksums: bool) -> None:
         self.__dict__.update(vars(own))
         self.own, self.codec, self.traffic = own, codec, Traffic()
         self._dtype = dtype_of(model)  # Transformers passes that of the first parameter, which may have 4 bits
@@ -183,6 +179,7 @@ class LowBitPipelineStage(_Stage):
         self._model = weakref.ref(model)
         model._pp_stage = self
         base = getattr(model, model.base_model_prefix)
+        held = {module.layer_idx for module in base.modules() if hasattr(module, "layer_idx")}
         self._hook = base.register_forward_pre_hook(functools.partial(_own_layers_only, held), with_kwargs=True)
         model.generate = self._generating(model.generate)
         model._get_logits_processor = self._choosing_last(model._get_logits_processor)
@@ -350,7 +347,7 @@ class _Choice:
         return self.stage.choose(scores, sample=self.sample)
 
 
-def _own_layers_only(held: range, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _own_layers_only(held: set[int], module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Leave the layers of other stages out of a cache, so that its length is that of a layer of this stage."""
     cache: Any = kwargs.get("past_key_values")
     if isinstance(cache, _caches.Cache):

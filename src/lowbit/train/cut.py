@@ -136,6 +136,11 @@ def stage_of(model: Any, share: Share) -> Any:
     return stage
 
 
+def layer_count(config: Any) -> int:
+    """Return the number of decoder layers of Transformers' `config`."""
+    return config.num_layers if config.model_type == "longcat_flash" else config.num_hidden_layers
+
+
 def joined(config: Any) -> dict[int, str]:
     """Return the layers that cannot be the first of a stage, with what they need of the layers before."""
     if getattr(config, "num_kv_shared_layers", 0):

@@ -27,6 +27,7 @@ from lowbit.train.cut import (
     attention_of,
     is_tied,
     joined,
+    layer_count,
     parts_of,
     stage_of,
     uncut,
@@ -138,7 +139,7 @@ def check_starts(config: Any, starts: Iterable[int], key: str) -> None:
     """Check that stages of a model of Transformers' `config` can begin with these layers, which `key` chooses."""
     bound = joined(config)
     if refused := next((layer for layer in starts if layer in bound), None):
-        free = [str(layer) for layer in range(1, config.num_hidden_layers) if layer not in bound]
+        free = [str(layer) for layer in range(1, layer_count(config)) if layer not in bound]
         allowed = f"{key} with stages that begin with layers {', '.join(free)}" if free else "a single stage"
         raise ConfigError(
             f"a stage would begin with layer {refused}, which needs {bound[refused]} of earlier layers; "

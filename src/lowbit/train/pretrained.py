@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lowbit.config import ConfigError
-from lowbit.train.cut import CUT, NOT_CUT, check_decoder
+from lowbit.train.cut import CUT, NOT_CUT, check_decoder, layer_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -179,7 +179,7 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> di
 
     given, stored = f"{key} is {folder!r}", check_files(folder, key)
     layers = {match[0] for match in map(_LAYER.search, stored) if match}
-    count = config.num_layers if config.model_type == "longcat_flash" else config.num_hidden_layers
+    count = layer_count(config)
     if count > len(layers):  # check this before building so many layers
         raise ConfigError(f"{given}; config.json has {count} layers, the weights are of {len(layers)}")
     try:
