@@ -179,8 +179,8 @@ class LowBitPipelineStage(_Stage):
         self._model = weakref.ref(model)
         model._pp_stage = self
         base = getattr(model, model.base_model_prefix)
-        held = {module.layer_idx for module in base.modules() if hasattr(module, "layer_idx")}
-        self._hook = base.register_forward_pre_hook(functools.partial(_own_layers_only, held), with_kwargs=True)
+        own_only = functools.partial(_own_layers_only, _places_in_cache(base))
+        self._hook = base.register_forward_pre_hook(own_only, with_kwargs=True)
         model.generate = self._generating(model.generate)
         model._get_logits_processor = self._choosing_last(model._get_logits_processor)
 
@@ -345,6 +345,19 @@ class _Choice:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return self.stage.choose(scores, sample=self.sample)
+
+
+def _places_in_cache(base: nn.Module) -> set[int]:
+    """Return the numbers under which a decoder's modules find their keys, values or states in a cache.
+
+    They are those of the innermost modules: a layer may hold several of attention, with other numbers than its own.
+    """
+    numbered = [module for module in base.modules() if hasattr(module, "layer_idx")]
+    return {
+        module.layer_idx
+        for module in numbered
+        if not any(hasattr(each, "layer_idx") for each in module.modules() if each is not module)
+    }
 
 
 def _own_layers_only(held: set[int], module: Any, args: Any, kwargs: dict[str, Any]) -> None:
