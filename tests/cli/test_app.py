@@ -245,7 +245,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
         ("report nowhere", "error: nowhere does not exist; allowed: the folder of a run or a file of results"),
         ("generate folder --prompt a", "config.json: No such file or directory; allowed: a folder with a saved model"),
-        ("generate", "folder is ''; allowed: a folder that exists, with a model, adapters or a run"),
+        ("generate nowhere --prompt a", "folder is 'nowhere'; allowed: a folder that exists, with a model, adapters"),
         ("generate list --prompt a --score b", "prompt and score are given; allowed: one of them"),
         ("trian", "lowbit has no 'trian'; did you mean train?"),
         ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, codecs,"),

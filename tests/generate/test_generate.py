@@ -174,7 +174,7 @@ def command(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_answers(tmp_path: Path):
     folder = saved(tmp_path / "model", "llama", vocab_size=256)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    texts = ["one=", "three="]
+    texts = ["three=", "one="]
     tokenizer = ByteTokenizer().hugging_face()
     expected = [tokenizer.decode(ids) for ids in in_one_process(model, [list(text.encode()) for text in texts])]
     done = command(str(tmp_path), stdin=texts[0])  # as the folder of a run, whose model is in `model`

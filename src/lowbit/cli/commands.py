@@ -204,7 +204,7 @@ def _lines(summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
 class Generate:
     """`lowbit generate`."""
 
-    summary = "Answer prompts with a model that is spread over machines, and its adapters."
+    summary = "Answer prompts with a model that is spread over machines."
     examples: tuple[str, ...] = (
         'lowbit generate runs/qlora --weights nf4 --prompt "What is 12 times 9?"',
         "lowbit generate runs/qlora --weights nf4 --prompts questions.txt",

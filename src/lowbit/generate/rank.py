@@ -73,7 +73,7 @@ def _shared(prepared: Prepared) -> dict[str, Any]:
 
 
 def _print_answers(answering: "Answering", prepared: Prepared, prompts: list[list[int]]) -> None:
-    """Answer all prompts; rank 0 prints a single answer while it is written, and several as lines of JSON."""
+    """Answer all prompts; rank 0 prints a single answer while it is written, and several as lines of JSON in their order."""
     tokenizer: Any = prepared.tokenizer.hugging_face()
     streamer = None
     if answering.rank == 0 and not prepared.settings.prompts:
@@ -81,15 +81,14 @@ def _print_answers(answering: "Answering", prepared: Prepared, prompts: list[lis
 
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begin, tokens = time.perf_counter(), 0
+    answered: dict[int, list[int]] = {}
+    printed = 0
     for index, ids in answering.answers(prompts, streamer):
         tokens += len(ids)
-        if answering.rank == 0 and streamer is None:
-            shown = prepared.prompts[index].shown
-            line = (shown if isinstance(shown, dict) else {"prompt": shown}) | {
-                "answer": tokenizer.decode(ids, skip_special_tokens=True)
-            }
-            sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
-            sys.stdout.flush()
+        answered[index] = ids
+        while answering.rank == 0 and streamer is None and printed in answered:
+            _print_line(prepared.prompts[printed].shown, tokenizer.decode(answered[printed], skip_special_tokens=True))
+            printed += 1
     if answering.rank == 0:
         seconds = time.perf_counter() - begin
         about = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
@@ -98,6 +97,12 @@ def _print_answers(answering: "Answering", prepared: Prepared, prompts: list[lis
         sys.stderr.write(about + "\n")
     elif "LOCAL_RANK" not in os.environ:
         sys.stdout.write("finished; rank 0 has the answers\n")
+
+
+def _print_line(prompt: Any, answer: str) -> None:
+    line = (prompt if isinstance(prompt, dict) else {"prompt": prompt}) | {"answer": answer}
+    sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
 
 
 @dataclass
