@@ -73,7 +73,7 @@ def _shared(prepared: Prepared) -> dict[str, Any]:
 
 
 def _print_answers(answering: "Answering", prepared: Prepared, prompts: list[list[int]]) -> None:
-    """Answer all prompts; rank 0 prints a single answer while it is written, and several as lines of JSON in their order."""
+    """Answer all prompts; rank 0 prints one answer while it is written, and several as lines of JSON in their order."""
     tokenizer: Any = prepared.tokenizer.hugging_face()
     streamer = None
     if answering.rank == 0 and not prepared.settings.prompts:
