@@ -347,7 +347,7 @@ class _Choice:
         return self.stage.choose(scores, sample=self.sample)
 
 
-def _places_in_cache(base: nn.Module) -> set[int]:
+def _places_in_cache(base: Any) -> set[int]:
     """Return the numbers under which a decoder's modules find their keys, values or states in a cache.
 
     They are those of the innermost modules: a layer may hold several of attention, with other numbers than its own.
