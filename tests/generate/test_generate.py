@@ -109,6 +109,16 @@ def test_adapters_answer_what_peft_does(ranks: Ranks, tmp_path: Path, kind: str,
     assert ranks.run(answers, given, ranks=3) == [expected] * 3
 
 
+def test_a_folder_in_4_bits_answers_as_it_is(ranks: Ranks, tmp_path: Path):
+    pytest.importorskip("bitsandbytes")
+    nf4 = quantization("nf4", None, torch.bfloat16, double=False)
+    plain, folder = saved(tmp_path / "plain", "qwen3", **WIDE), tmp_path / "quantized"
+    AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16, quantization_config=nf4).save_pretrained(folder)
+    ByteTokenizer().hugging_face().save_pretrained(folder)
+    expected = in_one_process(AutoModelForCausalLM.from_pretrained(folder))
+    assert ranks.run(answers, settings(folder, weights="bf16", batch=1)) == [expected, expected]
+
+
 def scores(given: GenerateSettings, samples: list[Encoded]) -> tuple[float, float]:
     return Answering(prepare(given, rank=1, ranks=dist.get_world_size())).scores(samples)
 
