@@ -26,6 +26,7 @@ PUBLIC = {
     ),
     "lowbit.doctor": "",
     "lowbit_lab.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
+    "lowbit.generate": "",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.integrations": "EngineError",
     "lowbit.job": "",

@@ -29,8 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": _RECIPE | {"cores", "job", "integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels", "terminal"},
     "plan": _RECIPE | {"report", "train", "simulate"},
+    "generate": {"codecs", "config", "integrations", "job", "terminal", "train", "wire"},
     "doctor": {"codecs", "config", "cores", "job", "plan", "report", "terminal", "train", "wire"},
-    "cli": _RECIPE | {"job", "report", "train", "plan", "doctor"},
+    "cli": _RECIPE | {"job", "report", "train", "plan", "doctor", "generate"},
     "__main__": {"cli"},
 }
 MOST_LINES = 600

@@ -207,7 +207,7 @@ for line in sys.argv[1:]:
 def test_a_base_install_says_what_to_install():
     needs = [
         "train", "train run.toml", "train --help", "train --dry-run", "config", "config --help", "demo", "demo --help",
-        "calibrate model", "evaluate model", "plan memory", *(f"bench {name}" for name in COMMANDS),
+        "calibrate model", "evaluate model", "plan memory", "generate model", *(f"bench {name}" for name in COMMANDS),
         "bench codecs --help",
     ]  # fmt: skip
     needs_not = ["", "--help", "--version", "bench", "bench --help", "plan"]
@@ -266,6 +266,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
         ("report nowhere", "error: nowhere does not exist; allowed: the folder of a run or a file of results"),
+        ("generate folder --prompt a", "config.json: No such file or directory; allowed: a folder with a saved model"),
+        ("generate nowhere --prompt a", "folder is 'nowhere'; allowed: a folder that exists, with a model, adapters"),
+        ("generate list --prompt a --score b", "prompt and score are given; allowed: one of them"),
         ("trian", "lowbit has no 'trian'; did you mean train?"),
         ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, codecs,"),
         ("train folder", "configuration file folder: Is a directory"),

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 pytest.importorskip("transformers.distributed.pipeline_parallel")
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.distributed import pipeline_parallel
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -72,10 +79,10 @@ def prompts(*, padded: bool = False) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def stages_of(folder: str, dtype: torch.dtype = torch.float32) -> Any:
+def stages_of(folder: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """The model, cut over the ranks by Transformers."""
     config = DistributedConfig(pp_size=dist.get_world_size())
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=config)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=config, **options)
 
 
 def whole(folder: str, codec: Codec, dtype: torch.dtype = torch.float32, boundary: int = LAYERS // 2) -> Any:
@@ -113,6 +120,18 @@ def test_an_exact_codec_gives_what_transformers_gives(folders: dict[str, str], f
     stage.remove()
     assert torch.equal(generated(model), text)
     assert "generate" not in vars(model)
+
+
+@on_ranks
+def test_weights_of_4_bits_give_what_one_process_gives_with_them(folders: dict[str, str]):
+    pytest.importorskip("bitsandbytes")
+    nf4 = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
+    own = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32, **nf4)
+    model = stages_of(folders["llama"], **nf4)
+    stage = low_bit_pipeline_(model, EXACT)
+    assert torch.equal(logits_of(model), logits_of(own))
+    assert torch.equal(generated(model), generated(own))
+    assert stage.traffic.forward_bits in (0.0, pytest.approx(32, rel=0.1))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
 from typing import Any
 
-from lowbit.cli.commands import Config, Doctor, MakeReport, Measurement, Train, extension
+from lowbit.cli.commands import Config, Doctor, Generate, MakeReport, Measurement, Train, extension
 from lowbit.terminal import columns, examples_in_help, listed, suggestion, wrapped
 
 
@@ -64,7 +64,7 @@ def _where_to_begin() -> list[str]:
         steps.append((addresses["Documentation"], "add lowbit to a training script of your own"))
     if find_spec("pydantic") is None:
         steps.insert(0, ('pip install "lowbit[lab]"', "install what the commands need"))
-    return ["where to begin:", *listed(steps), "", "lowbit --version prints the version."]
+    return ["where to begin:", *listed([*steps, ("lowbit --version", "print the version")])]
 
 
 class _Missing:
@@ -78,7 +78,7 @@ class _Missing:
         raise ValueError(f'{program} is not installed; install it with: pip install "lowbit[lab]"')
 
 
-_ORDER = ("demo", "train", "config", "doctor", "plan", "calibrate", "evaluate", "report", "bench")
+_ORDER = ("demo", "train", "config", "doctor", "plan", "generate", "calibrate", "evaluate", "report", "bench")
 
 
 def _commands() -> dict[str, Any]:
@@ -99,6 +99,7 @@ def _commands() -> dict[str, Any]:
                 "lowbit plan memory --budget 24gb --model.layers 16",
             ),
         ),
+        "generate": Generate(),
         "report": MakeReport(),
     } | (added() if added else {})
     return commands

@@ -201,6 +201,31 @@ def _lines(summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
         yield "model", summary.model
 
 
+class Generate:
+    """`lowbit generate`."""
+
+    summary = "Answer prompts with a model that is spread over machines."
+    examples: tuple[str, ...] = (
+        'lowbit generate runs/qlora --weights nf4 --prompt "What is 12 times 9?"',
+        "lowbit generate runs/qlora --weights nf4 --prompts questions.txt",
+        "lowbit generate runs/qlora --weights nf4 --score held_out.jsonl",
+    )
+
+    def parser(self, program: str) -> Parser:
+        """Make the parser of the command line."""
+        from lowbit.cli.parser import Parser
+        from lowbit.generate.settings import GenerateSettings
+
+        return Parser(program, self.summary, GenerateSettings, arguments=("folder",), examples=self.examples)
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Answer, or score."""
+        settings, _ = self.parser(program).resolve(words)
+        from lowbit.generate.launch import run
+
+        run(settings)
+
+
 _HEADINGS = {"stop": "STOPS", "warning": "warning", "note": "note"}
 
 

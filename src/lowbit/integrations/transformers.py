@@ -34,7 +34,7 @@ from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_dtype
 from lowbit.codecs.foreign import open_session
 from lowbit.integrations import engine
-from lowbit.pipeline.arguments import check_numbers
+from lowbit.pipeline.arguments import check_numbers, dtype_of
 from lowbit.terminal import shown
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
@@ -46,7 +46,8 @@ __all__ = ["LowBitPipelineStage", "low_bit_pipeline_"]
 
 from_transformers = functools.partial(engine, package="transformers", extra="train", tested="5.23.0")
 _STAGE = "PipelineStage.communicate", "PipelineStage.broadcast_from_last", "PipelineStage.layer_range_for_rank"
-_Stage: Any = from_transformers("transformers.distributed.pipeline_parallel", *_STAGE).PipelineStage
+_pipeline = from_transformers("transformers.distributed.pipeline_parallel", *_STAGE, "pipeline_parallel_naive_forward")
+_Stage: Any = _pipeline.PipelineStage
 _caches = from_transformers("transformers.cache_utils", "DummyLayer", "Cache")
 
 AHEAD = 2
@@ -81,14 +82,7 @@ def low_bit_pipeline_(
         TypeError, ValueError: an invalid argument, or a model without stages.
         AgreementError: the ranks contradict each other, or one did not come in time; the same text on every rank.
     """
-    codec = GroupInt(bits=8, group=64) if codec is None else codec
-    if not isinstance(codec, Codec):
-        raise TypeError(f"codec is {shown(codec)}; allowed: a codec of lowbit")
-    if codec.stateful:
-        raise ValueError(
-            f"codec is {codec}, which keeps state between messages of one shape; allowed in inference, whose shapes "
-            "change: codecs without state, such as GroupInt, TAHQuant, BlockFloat8 or Cast"
-        )
+    codec = check_stateless(GroupInt(bits=8, group=64) if codec is None else codec)
     check_numbers(0, timeout)
     check_checksums(checksums)
     own = getattr(model, "_pp_stage", None)
@@ -98,11 +92,49 @@ def low_bit_pipeline_(
             "distributed_config=DistributedConfig(pp_size=2), or more"
         )
     _check_mode(model)
-    check_dtype(next(model.parameters()).dtype)
+    check_dtype(dtype_of(model))
     if isinstance(own, LowBitPipelineStage):
         own.remove()
         own = own.own
     return LowBitPipelineStage(own, model, codec, float(timeout), checksums)
+
+
+def connect_stages_(model: Any, codec: Codec, *, group: Any, timeout: float, checksums: bool) -> "LowBitPipelineStage":
+    """Let the ranks of a group call and generate with a model that somebody else has cut, a stage on each.
+
+    Args:
+        model: has identities in place of other stages' modules, is in evaluation mode, and has no stage yet.
+        group: over Gloo. The others: as for `low_bit_pipeline_`.
+
+    Raises:
+        AgreementError: the ranks contradict each other, or one did not come in time; the same text on every rank.
+    """
+    forward = model.forward
+    run = functools.partial(_pipeline.pipeline_parallel_naive_forward, model, forward, inspect.signature(forward))
+    model.forward = functools.wraps(forward)(run)
+    return LowBitPipelineStage(_Place(group), model, codec, timeout, checksums)
+
+
+def check_stateless(codec: Any) -> Codec:
+    """Return the codec if it can send hidden states in inference."""
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec is {shown(codec)}; allowed: a codec of lowbit")
+    if codec.stateful:
+        raise ValueError(
+            f"codec is {codec}, which keeps state between messages of one shape; allowed in inference, whose shapes "
+            "change: codecs without state, such as GroupInt, TAHQuant, BlockFloat8 or Cast"
+        )
+    return codec
+
+
+class _Place(_Stage):
+    """A rank's place in a pipeline that has a stage on each rank of a group, as Transformers describes it."""
+
+    def __init__(self, group: Any) -> None:
+        self.pp_group, self.pp_rank, self.pp_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.pp_is_first_stage, self.pp_is_last_stage = self.pp_rank == 0, self.pp_rank == self.pp_size - 1
+        self.pp_prev_rank = None if self.pp_is_first_stage else self.pp_rank - 1
+        self.pp_next_rank = None if self.pp_is_last_stage else self.pp_rank + 1
 
 
 class LowBitPipelineStage(_Stage):
@@ -118,6 +150,7 @@ class LowBitPipelineStage(_Stage):
     def __init__(self, own: Any, model: Any, codec: Codec, timeout: float, checksums: bool) -> None:
         self.__dict__.update(vars(own))
         self.own, self.codec, self.traffic = own, codec, Traffic()
+        self._dtype = dtype_of(model)  # Transformers passes that of the first parameter, which may have 4 bits
         config = model.config.get_text_config()
         self._vocabulary = int(config.vocab_size)
         group: Any = own.pp_group
@@ -127,7 +160,7 @@ class LowBitPipelineStage(_Stage):
         numbers = f"{config.model_type}, {config.num_hidden_layers} layers, {config.hidden_size} wide"
         facts = {
             "codec": f"{codec} [{codec.fingerprint()}]",
-            "model": f"{numbers}, {self._vocabulary} tokens, {next(model.parameters()).dtype}",
+            "model": f"{numbers}, {self._vocabulary} tokens, {self._dtype}",
             "lowbit version": __version__,
             "transformers version": from_transformers("transformers").__version__,
             **agreed_facts(checksums),
@@ -146,8 +179,8 @@ class LowBitPipelineStage(_Stage):
         self._model = weakref.ref(model)
         model._pp_stage = self
         base = getattr(model, model.base_model_prefix)
-        held = range(*self.layer_range_for_rank(self.pp_rank, len(base.layers)))
-        self._hook = base.register_forward_pre_hook(functools.partial(_own_layers_only, held), with_kwargs=True)
+        own_only = functools.partial(_own_layers_only, _places_in_cache(base))
+        self._hook = base.register_forward_pre_hook(own_only, with_kwargs=True)
         model.generate = self._generating(model.generate)
         model._get_logits_processor = self._choosing_last(model._get_logits_processor)
 
@@ -175,6 +208,7 @@ class LowBitPipelineStage(_Stage):
             RuntimeError: the model trains, or gradients are enabled.
             PeerError: a neighbour ended, or did not answer in time. DamagedError: a message arrived damaged.
         """
+        dtype = self._dtype
         _check_mode(self._model())
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -206,7 +240,7 @@ class LowBitPipelineStage(_Stage):
             PeerError, DamagedError: as `communicate`.
             ValueError: the last stage announces logits of a shape that is impossible in this pass.
         """
-        last = self.pp_size - 1
+        last, dtype = self.pp_size - 1, self._dtype
         if self.pp_is_last_stage:
             assert tensor is not None
             logits = tensor.to(dtype).contiguous()
@@ -313,7 +347,20 @@ class _Choice:
         return self.stage.choose(scores, sample=self.sample)
 
 
-def _own_layers_only(held: range, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def _places_in_cache(base: Any) -> set[int]:
+    """Return the numbers under which a decoder's modules find their keys, values or states in a cache.
+
+    They are those of the innermost modules: a layer may hold several of attention, with other numbers than its own.
+    """
+    numbered = [module for module in base.modules() if hasattr(module, "layer_idx")]
+    return {
+        module.layer_idx
+        for module in numbered
+        if not any(hasattr(each, "layer_idx") for each in module.modules() if each is not module)
+    }
+
+
+def _own_layers_only(held: set[int], module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Leave the layers of other stages out of a cache, so that its length is that of a layer of this stage."""
     cache: Any = kwargs.get("past_key_values")
     if isinstance(cache, _caches.Cache):

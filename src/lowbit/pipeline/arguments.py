@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit.codecs.base import Codec, StatefulCodec
 from lowbit.codecs.checks import check_int, check_timeout
@@ -108,3 +108,12 @@ def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
     if samples.unique().numel() != samples.numel():
         raise ValueError("ids contains a sample twice; the ids of a batch must differ")
     return samples.long()
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype in which a model computes, whatever that of its 4-bit weights and adapters.
+
+    Transformers keeps some weights in float32, such as those of routers.
+    """
+    own = {p.dtype for name, p in model.named_parameters() if p.is_floating_point() and ".lora_" not in name}
+    return min(own, key=lambda dtype: dtype.itemsize)

@@ -136,6 +136,11 @@ def stage_of(model: Any, share: Share) -> Any:
     return stage
 
 
+def layer_count(config: Any) -> int:
+    """Return the number of decoder layers of Transformers' `config`."""
+    return config.num_layers if config.model_type == "longcat_flash" else config.num_hidden_layers
+
+
 def joined(config: Any) -> dict[int, str]:
     """Return the layers that cannot be the first of a stage, with what they need of the layers before."""
     if getattr(config, "num_kv_shared_layers", 0):
@@ -187,15 +192,6 @@ def is_tied(model: Any) -> bool:
     """Whether the output matrix is the embedding."""
     embedding = getattr(model.get_input_embeddings(), "weight", None)
     return embedding is not None and model.get_output_embeddings().weight is embedding
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype in which a model computes, whatever that of its 4-bit weights and adapters.
-
-    Transformers keeps some weights in float32, such as those of routers.
-    """
-    own = {p.dtype for name, p in model.named_parameters() if p.is_floating_point() and ".lora_" not in name}
-    return min(own, key=lambda dtype: dtype.itemsize)
 
 
 def attention_of(config: Any) -> str:

@@ -9,10 +9,10 @@ to the square of the error.
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.foreign import open_session
+from lowbit.pipeline import LowBitStage
 from lowbit.train.answers import IGNORED, Answers
+from lowbit.train.config import TrainConfig
 from lowbit.train.data import Windows
 from lowbit.train.layout import PipelineLayout
-from lowbit.train.model import next_token_loss
-from lowbit.train.stages import Pipeline
+from lowbit.train.model import StageModule, next_token_loss
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.messages import Expected, Messages, Sent, gather_json
 
@@ -66,6 +67,20 @@ class _Round:
     sent: list[Sent] = field(default_factory=list)
 
 
+class Evaluated(Protocol):
+    """The stages of a rank that are evaluated: those of a `Pipeline`, or of a model that only answers."""
+
+    config: TrainConfig
+    layout: PipelineLayout
+    modules: dict[int, StageModule]
+    device: torch.device
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def lowbit_stages(self) -> Mapping[int, LowBitStage]: ...
+
+
 class HeldOutEvaluation:
     """Forward passes outside the training schedule that change neither training's codec states nor its counters.
 
@@ -77,7 +92,7 @@ class HeldOutEvaluation:
         DamagedError, PeerError: (in `loss`) as `Messages`.
     """
 
-    def __init__(self, pipeline: Pipeline, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, pipeline: Evaluated, group: dist.ProcessGroup | None) -> None:
         run = pipeline.config.run
         self._layout, self._modules, self._stages = pipeline.layout, pipeline.modules, pipeline.lowbit_stages
         self._width, self._device = pipeline.width, pipeline.device

@@ -19,14 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.config import ConfigError
+from lowbit.pipeline.arguments import dtype_of
 from lowbit.train.config import ModelConfig, TrainConfig
 from lowbit.train.cut import (
     MIXES_SAMPLES,
     Share,
     attention_of,
-    dtype_of,
     is_tied,
     joined,
+    layer_count,
     parts_of,
     stage_of,
     uncut,
@@ -126,18 +127,23 @@ def check_stages(config: TrainConfig, starts: Iterable[int]) -> None:
     if not config.model.pretrained:
         return
     exact: Any = hugging_face_config(config.model, vocab=0, sequence=0)
-    bound = joined(exact)
-    if refused := next((layer for layer in starts if layer in bound), None):
-        free = [str(layer) for layer in range(1, count_layers(config.model)) if layer not in bound]
-        allowed = f"pipeline.layers with stages that begin with layers {', '.join(free)}" if free else "a single stage"
-        raise ConfigError(
-            f"a stage would begin with layer {refused}, which needs {bound[refused]} of earlier layers; "
-            f"allowed: {allowed}"
-        )
+    check_starts(exact, starts, "pipeline.layers")
     if config.data.format == "jsonl" and config.data.packing and exact.model_type in MIXES_SAMPLES:
         raise ConfigError(
             f"data.packing is true; in a {exact.model_type} model, samples in the same window affect each other; "
             "allowed: false"
+        )
+
+
+def check_starts(config: Any, starts: Iterable[int], key: str) -> None:
+    """Check that stages of a model of Transformers' `config` can begin with these layers, which `key` chooses."""
+    bound = joined(config)
+    if refused := next((layer for layer in starts if layer in bound), None):
+        free = [str(layer) for layer in range(1, layer_count(config)) if layer not in bound]
+        allowed = f"{key} with stages that begin with layers {', '.join(free)}" if free else "a single stage"
+        raise ConfigError(
+            f"a stage would begin with layer {refused}, which needs {bound[refused]} of earlier layers; "
+            f"allowed: {allowed}"
         )
 
 

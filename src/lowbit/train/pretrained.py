@@ -17,7 +17,7 @@ import torch
 
 from lowbit import terminal
 from lowbit.config import ConfigError
-from lowbit.train.cut import CUT, NOT_CUT, check_decoder
+from lowbit.train.cut import CUT, NOT_CUT, check_decoder, layer_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -166,7 +166,7 @@ def check_files(folder: str, key: str) -> _Shapes:
     """Read shapes and types of a folder's weights from the headers of their files."""
     given = f"{key} is {folder!r}"
     for path in _candidates(Path(folder)):
-        return _headers(given, _shards(given, path) if path.name.endswith(_INDEX) else [path])
+        return headers_of(given, _shards(given, path) if path.name.endswith(_INDEX) else [path])
     raise ConfigError(f"{given}, which holds no weights; allowed: a folder with {', '.join(_FILES)}, or their parts")
 
 
@@ -187,7 +187,7 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> di
 
     given, stored = f"{key} is {folder!r}", check_files(folder, key)
     layers = {match[0] for match in map(_LAYER.search, stored) if match}
-    count = config.num_layers if config.model_type == "longcat_flash" else config.num_hidden_layers
+    count = layer_count(config)
     if count > len(layers):  # check this before building so many layers
         raise ConfigError(f"{given}; config.json has {count} layers, the weights are of {len(layers)}")
     try:
@@ -332,7 +332,7 @@ def _shards(given: str, index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(names)]
 
 
-def _headers(given: str, files: Iterable[Path]) -> _Shapes:
+def headers_of(given: str, files: Iterable[Path]) -> _Shapes:
     """Read the headers of files, without running code in them or reading weights."""
     from safetensors import safe_open
 

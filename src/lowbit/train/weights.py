@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.config import ConfigError
-from lowbit.train.config import ModelConfig, TrainConfig
+from lowbit.train.config import TrainConfig
 from lowbit.train.cut import Share, attention_of, class_for, whole_class
 from lowbit.train.model import add_adapters, hugging_face_config
 from lowbit.train.pretrained import check_weights, load, read_config, same_tensors
@@ -36,18 +36,8 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
     if not model.pretrained:
         built = random_share(exact, share, config.run.seed).to(device, dtype)
     else:
-        tied = check_weights(model.pretrained, exact)
-        # Whatever its configuration says, Transformers ties no weights that differ in the file.
-        if len(tied) == 2 and not same_tensors(model.pretrained, *tied.values()):
-            exact.tie_word_embeddings = False
-        elif len(tied) == 1 and "embed" not in next(iter(tied)) and share.first:
-            share = replace(share, last=True)  # the file has the output matrix only, which is the embedding
-        quantized = quantization(model, exact, dtype)
-        placed: dict[str, Any] = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
-        built, _ = load(
-            class_for(exact, share), model.pretrained, "model.pretrained", config=exact,
-            attn_implementation=attention_of(exact), dtype=dtype, quantization_config=quantized, **placed,
-        )  # fmt: skip
+        quantized = quantization(model.weights, exact, dtype, double=model.double_quantization)
+        built = load_share(model.pretrained, exact, share, dtype=dtype, quantized=quantized, device=device)
     for module in built.modules():
         # In evaluation mode, bitsandbytes packs weights for processors with AVX-512 so that later training gets no
         # gradient through them, without an error.
@@ -56,6 +46,33 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
     if config.lora.rank:
         add_adapters(built, config)
     return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
+
+
+def load_share(
+    folder: str, exact: Any, share: Share, *, dtype: torch.dtype, quantized: Any, device: torch.device,
+    key: str = "model.pretrained",
+) -> Any:  # fmt: skip
+    """Read a share of a folder's model, without adapters, in evaluation mode on its device.
+
+    Args:
+        exact: the folder's configuration, which is changed. quantized: configuration of bitsandbytes, or None.
+        key: the setting, for errors.
+
+    Raises:
+        ConfigError: the folder cannot be loaded, or a package is missing.
+    """
+    tied = check_weights(folder, exact, key)
+    # Whatever its configuration says, Transformers ties no weights that differ in the file.
+    if len(tied) == 2 and not same_tensors(folder, *tied.values()):
+        exact.tie_word_embeddings = False
+    elif len(tied) == 1 and "embed" not in next(iter(tied)) and share.first:
+        share = replace(share, last=True)  # the file has the output matrix only, which is the embedding
+    placed: dict[str, Any] = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
+    built, _ = load(
+        class_for(exact, share), folder, key, config=exact, attn_implementation=attention_of(exact), dtype=dtype,
+        quantization_config=quantized, **placed,
+    )  # fmt: skip
+    return built
 
 
 def weights_of(config: TrainConfig, autocast: torch.dtype | None) -> str:
@@ -85,17 +102,19 @@ def check_quantization(config: TrainConfig) -> None:
                 raise ConfigError(f"{what}, which needs the package {package}: pip install 'lowbit[qlora]'")
 
 
-def quantization(model: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
-    """Return bitsandbytes' configuration for `model.weights`; None: full precision, or a folder that is quantized."""
-    if model.weights not in ("int8", "nf4") or getattr(config, "quantization_config", None):
+def quantization(weights: str | None, config: Any, dtype: torch.dtype, *, double: bool) -> Any:
+    """Return bitsandbytes' configuration for a format of weights; None: full precision, or a folder that is quantized.
+
+    `double`: quantize the scales of nf4 as well.
+    """
+    if weights not in ("int8", "nf4") or getattr(config, "quantization_config", None):
         return None
     from transformers import BitsAndBytesConfig
 
-    if model.weights == "int8":
+    if weights == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=model.double_quantization,
-        bnb_4bit_compute_dtype=dtype,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=dtype,
     )  # fmt: skip
 
 
