@@ -104,7 +104,8 @@ THREADS = {
     "collectives/calls.py": "joined when the process ends",
     "job/peers.py": "joined by `close`",
     **dict.fromkeys(
-        ("job/launch.py", "job/output.py", "doctor/survey.py", "train/progress.py"), "never inside PyTorch"
+        ("job/launch.py", "job/output.py", "job/stop.py", "doctor/survey.py", "train/progress.py"),
+        "never inside PyTorch",
     ),
 }
 """Files that start threads, and why none aborts the process when its interpreter ends (`wire.threads`)."""

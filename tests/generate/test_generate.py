@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from lowbit.collectives import AgreementError, PeerError
 from lowbit.config import ConfigError
-from lowbit.generate import prepare as module
 from lowbit.generate.prepare import prepare
 from lowbit.generate.rank import Answering, answer
 from lowbit.generate.settings import GenerateSettings
@@ -221,7 +220,7 @@ def test_bad_input_is_one_line_before_anything_loads(tmp_path: Path, monkeypatch
     assert "half.jsonl line 2" in refusal(folder, prompt="", prompts=str(tmp_path / "half.jsonl"))
     assert "format: codec is TransformQuant" in refusal(folder, format="transform")
     assert "no chat template" in refusal(folder, chat=True)
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("lowbit.train.weights.find_spec", lambda name: None)
     assert "bitsandbytes" in refusal(folder, weights="nf4")
     Path(adapters, "adapter_model.safetensors").write_bytes(b"x")
     assert "adapter_model.safetensors is cut short or cannot be read" in refusal(adapters)

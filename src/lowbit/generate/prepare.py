@@ -5,7 +5,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from lowbit.train.pretrained import (
     read_config,
     transformers_config,
 )
-from lowbit.train.weights import quantization
+from lowbit.train.weights import check_packages, quantization
 
 _USUAL_TOKENS = 256
 
@@ -139,7 +138,10 @@ def prepare(settings: GenerateSettings, *, rank: int, ranks: int) -> Prepared:
     codec = codec_of("format", settings.format, _check_codec)
     device = choose_device(settings.device, ranks, key="device")
     if settings.weights in ("int8", "nf4") or getattr(exact, "quantization_config", None):
-        _check_bitsandbytes(settings.weights)
+        stored = getattr(exact, "quantization_config", None)
+        check_packages(
+            f"{key} is {base!r}, whose weights have 4 or 8 bits" if stored else f"weights is {settings.weights}"
+        )
     positions = getattr(exact, "max_position_embeddings", None)
     own = adapted and any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer = FolderTokenizer(str(folder) if own else base, key=key)
@@ -172,14 +174,6 @@ def _check_codec(codec: Codec) -> Codec:
     from lowbit.integrations.transformers import check_stateless
 
     return check_stateless(codec)
-
-
-def _check_bitsandbytes(weights: str) -> None:
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"weights is {weights}, and the package bitsandbytes, which computes in 4 and 8 bits, is missing; "
-            "install it with: pip install bitsandbytes"
-        )
 
 
 def _digest(data: bytes) -> str:

@@ -96,10 +96,14 @@ def check_quantization(config: TrainConfig) -> None:
     if stored and not config.lora.rank:
         raise ConfigError(f"{given}, and lora.rank is 0; allowed: with lora.rank of at least 1")
     if stored or model.weights in ("int8", "nf4"):
-        for package in ("bitsandbytes", "accelerate"):
-            if find_spec(package) is None:
-                what = given if stored else f"model.weights is {model.weights}"
-                raise ConfigError(f"{what}, which needs the package {package}: pip install 'lowbit[qlora]'")
+        check_packages(given if stored else f"model.weights is {model.weights}")
+
+
+def check_packages(given: str) -> None:
+    """Check that the packages for weights in few bits are there. `given`: what needs them, for the ConfigError."""
+    for package in ("bitsandbytes", "accelerate"):
+        if find_spec(package) is None:
+            raise ConfigError(f"{given}, which needs the package {package}: pip install 'lowbit[qlora]'")
 
 
 def quantization(weights: str | None, config: Any, dtype: torch.dtype, *, double: bool) -> Any:
