@@ -260,11 +260,8 @@ def test_ranks_that_take_long_say_that_they_live(ranks: Ranks):
 class _LateThread:
     """A thread that ends as soon as somebody asks whether it is alive."""
 
-    def __init__(self, target: Any, **_: Any) -> None:
+    def __init__(self, target: Any, name: str) -> None:
         self._target = target
-
-    def start(self) -> None:
-        pass
 
     def join(self, timeout: float) -> None:
         pass
@@ -278,5 +275,5 @@ def test_an_error_that_comes_at_any_moment_is_raised_as_it_is(alone: None):
     def work() -> None:
         raise LookupError("of work")
 
-    with mock.patch.object(saving.threading, "Thread", _LateThread), pytest.raises(LookupError, match="of work"):
+    with mock.patch.object(saving.threads, "start", _LateThread), pytest.raises(LookupError, match="of work"):
         saving.together(work)
