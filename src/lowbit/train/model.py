@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.config import ConfigError
-from lowbit.pipeline.arguments import dtype_of
 from lowbit.train.config import ModelConfig, TrainConfig
 from lowbit.train.cut import (
     MIXES_SAMPLES,
@@ -205,6 +204,8 @@ class StageModule(nn.Module):
         autocast: torch.dtype | None = None,
         boundary_dtype: torch.dtype = torch.float32,
     ) -> None:
+        from lowbit.pipeline.arguments import dtype_of  # brings stages, which slips in settings need not wait for
+
         super().__init__()
         self.first, self.last, self.autocast, self.boundary_dtype = first, last, autocast, boundary_dtype
         self.width, self.dtype = model.config.hidden_size, dtype_of(model)
