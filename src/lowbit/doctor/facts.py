@@ -282,7 +282,7 @@ def speed(settings: DoctorSettings) -> Speed:
         if settings.recipe:
             values |= {"layer_seconds": seconds, "layer_tokens": tokens, "layer_overhead": overhead}
         else:  # without a recipe the plan's model is unknown, so a layer's seconds would be of the wrong one
-            sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
+            sizes = measure_sizes(config, vocab=vocab, autocast=None)
             values["tflops"] = 3 * sizes.layer_flops * tokens / seconds / 1e12
         if width := hidden_size(config.model):
             values["coding"] = _coding(settings, config, (1, sequence, width), device)

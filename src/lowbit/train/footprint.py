@@ -6,7 +6,7 @@ a forward and backward pass over fake tensors, for each kind of layer once.
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import add
@@ -38,8 +38,11 @@ class Held:
     Attributes:
         weights: of the model, in the width in which they are kept. adapters: of LoRA, in float32.
         gradients, optimizer: of what is trained.
+        elements, trained: numbers, not bytes, of the model's own parameters, and of those that are trained.
     """
 
+    elements: int = 0
+    trained: int = 0
     weights: int = 0
     adapters: int = 0
     gradients: int = 0
@@ -147,16 +150,16 @@ class _Counter:
         self.targets = targets_of(config) if config.lora.rank else ()
 
     def __call__(self, name: str, module: nn.Module, parameter: nn.Parameter) -> Held:
-        weights = self._weights(name, module, parameter)
+        weights, elements = self._weights(name, module, parameter), parameter.numel()
         if not self.config.lora.rank:
-            return replace(self._trained(parameter, weights // parameter.numel()), weights=weights)
+            return replace(self._trained(parameter, weights // elements), weights=weights, elements=elements)
         path, _, kind = name.rpartition(".")
         if kind != "weight" or parameter.dim() != 2 or not any(path.endswith(f".{end}") for end in self.targets):
-            return Held(weights=weights)
+            return Held(weights=weights, elements=elements)
         rank = self.config.lora.rank
         pair = [torch.empty(shape, device="meta") for shape in ((rank, side) for side in parameter.shape)]
         trained = sum((self._trained(adapter, 4) for adapter in pair), Held())
-        return replace(trained, weights=weights, adapters=sum(adapter.nbytes for adapter in pair))
+        return replace(trained, weights=weights, elements=elements, adapters=sum(adapter.nbytes for adapter in pair))
 
     def _weights(self, name: str, module: nn.Module, parameter: nn.Parameter) -> int:
         elements = parameter.numel()
@@ -175,7 +178,7 @@ class _Counter:
         states = 2 * itemsize * elements
         if self.config.optimizer.states == "8bit" and elements >= _LEAST_8BIT and elements % _BLOCK_8BIT == 0:
             states = 2 * (elements + 4 * elements // _BLOCK_8BIT)
-        return Held(gradients=gradient, optimizer=states)
+        return Held(trained=elements, gradients=gradient, optimizer=states)
 
 
 def _is_matrix(module: nn.Module, parameter: nn.Parameter) -> bool:
@@ -232,6 +235,7 @@ class BatchBytes:
         layers: held by each decoder layer from forward to backward, with copies of weights that autocast makes.
         first, middle, last: held by a stage without layers, with its input and output; `whole` by the only one.
         extra, extra_last: the most beyond that while a micro-batch runs, on the last stage (logits) and on others.
+        evaluated: the most on the last stage in an evaluation, for each window of a batch.
     """
 
     layers: tuple[Line, ...]
@@ -241,19 +245,26 @@ class BatchBytes:
     whole: Line
     extra: Line
     extra_last: Line
+    evaluated: Line = Line()
 
     def held(self, layers: Iterable[int], *, first: bool, last: bool) -> Line:
         """What a stage with these layers holds of a micro-batch from its forward to its backward."""
         ends = {(True, True): self.whole, (True, False): self.first, (False, True): self.last}
         return sum((self.layers[layer] for layer in layers), ends.get((first, last), self.middle))
 
-    def rank(self, layout: PipelineLayout, rank: int, *, rows: int, held: dict[int, int]) -> int:
-        """Bytes of activations and short-lived tensors of a rank, if its stages hold these numbers of micro-batches."""
+    def rank(self, layout: PipelineLayout, rank: int, *, rows: int, batch: int, held: Mapping[int, int]) -> int:
+        """Bytes of activations and short-lived tensors of a rank, in a step or in an evaluation.
+
+        Args:
+            rows: windows of a micro-batch. batch: of an evaluation's batch. held: micro-batches by stage.
+        """
         last, stages = layout.stages - 1, layout.stages_of(rank)
         kept = sum(
             held[s] * self.held(layout.layers_of(s), first=s == 0, last=s == last).of(rows) for s in stages if held[s]
         )
-        return kept + (self.extra_last if last in stages else self.extra).of(rows)
+        if last not in stages:
+            return kept + self.extra.of(rows)
+        return max(kept + self.extra_last.of(rows), self.evaluated.of(batch))
 
 
 class _Live(TorchDispatchMode):
@@ -302,7 +313,7 @@ def batch_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None
     base = each[kinds[0]]
     return BatchBytes(
         layers=tuple(each[kind] for kind in kinds), first=first[0] - base, middle=ends - base, last=last[0] - base,
-        whole=both[0] - base, extra=extra, extra_last=last[1],
+        whole=both[0] - base, extra=extra, extra_last=last[1], evaluated=run(0, last=True, evaluates=True)[1],
     )  # fmt: skip
 
 
@@ -339,15 +350,17 @@ class _Sample:
         quantized = _quantized(config, whole.config)[0] > 0
         self.whole = 2 * max((count for count in matrices if count != embedding), default=0) * quantized
 
-    def __call__(self, *layers: int, first: bool = False, last: bool = False) -> tuple[Line, Line]:
-        """Return the bytes held after a forward, and the most beyond them."""
-        one, two = (self._run(layers, first, last, rows) for rows in (1, 2))
+    def __call__(
+        self, *layers: int, first: bool = False, last: bool = False, evaluates: bool = False
+    ) -> tuple[Line, Line]:
+        """Return the bytes held after a forward, and the most beyond them; in an evaluation nothing is held."""
+        one, two = (self._run(layers, first, last, rows, evaluates) for rows in (1, 2))
         lines = [
             Line(fixed=self.double * (2 * a - b), window=self.double * (b - a)) for a, b in zip(one, two, strict=True)
         ]
         return lines[0], lines[1] + Line(fixed=self.whole)
 
-    def _run(self, layers: Sequence[int], first: bool, last: bool, rows: int) -> tuple[int, int]:
+    def _run(self, layers: Sequence[int], first: bool, last: bool, rows: int, evaluates: bool) -> tuple[int, int]:
         sequence = self.config.data.sequence
         boundary = torch.bfloat16 if self.double == 2 else torch.float32
         with self._fake:
@@ -357,10 +370,12 @@ class _Sample:
             ids = torch.zeros(rows, sequence, dtype=torch.int64)
             for parameter in stage.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            with _Live(stage) as live:
+            with _Live(stage) as live, torch.set_grad_enabled(not evaluates):
                 x = ids if first else torch.randn(rows, sequence, stage.width, dtype=boundary, requires_grad=True)
                 output = stage(x)
                 output = next_token_loss(output, ids) if last else output
+                if evaluates:
+                    return 0, live.peak
                 held = live.now
                 output.backward(torch.ones_like(output))
         return held, live.peak - held
@@ -377,7 +392,8 @@ def rank_peaks(config: TrainConfig, layout: PipelineLayout, *, vocab: int, autoc
         batch = replace(batch, layers=(Line(),) * len(batch.layers))
     held = held_batches(config, layout)
     return [
-        kept.rank(layout, rank).total + batch.rank(layout, rank, rows=config.rows, held=held)
+        kept.rank(layout, rank).total
+        + batch.rank(layout, rank, rows=config.rows, batch=config.rows * config.pipeline.microbatches, held=held)
         for rank in range(layout.ranks)
     ]
 
