@@ -169,7 +169,7 @@ def test_a_run_says_before_it_loads_whether_it_fits(
     with caplog.at_level(logging.WARNING):
         check()
     assert [record.getMessage()[:40] for record in caplog.records] == (
-        ["rank 1 will likely need 0.4 GB, and this"] if outcome else []
+        ["rank 1 will likely need 0.5 GB, and this"] if outcome else []
     )
 
 

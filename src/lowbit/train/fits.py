@@ -16,7 +16,7 @@ from lowbit.train.weights import weights_of
 
 log = logging.getLogger(__name__)
 
-PROCESS_BYTES = {"cpu": 400_000_000, "cuda": 1_500_000_000}
+PROCESS_BYTES = {"cpu": 450_000_000, "cuda": 1_500_000_000}
 """What a rank takes besides its model: the interpreter; on a GPU also CUDA's context and buffers of messages."""
 _BOUND = 48  # bytes held of a token, at most, for each byte of a layer's weights over the model's width
 
