@@ -1,4 +1,4 @@
-"""`python -m benchmarks.which_model`: which model fits on 1, 2 and 4 cards, and how long training takes, by the planner.
+"""`python -m benchmarks.which_model`: which model fits on 1, 2 and 4 cards, and how long it takes, by the planner.
 
 Nothing is loaded or trained: models are built without data. The rows are recorded in docs/start/data/which-model.json,
 and the tables of docs/start/which-model.md are written from them.
