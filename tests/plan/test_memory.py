@@ -96,7 +96,7 @@ def test_gradients_and_optimizer_in_8_bits_take_less():
 
 
 def test_frozen_weights_have_no_gradients_and_no_states(tmp_path: Path):
-    folder = saved("llama", tmp_path)
+    folder = saved("llama", tmp_path, vocab_size=256)
     lora = {"model": {"pretrained": folder}, "lora": {"rank": 2}}
     rows = run(COMMAND, tiny(**lora)).rows
     kept = model_bytes(tiny(**lora).recipe, vocab=64, autocast=torch.bfloat16)
