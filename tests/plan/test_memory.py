@@ -97,12 +97,11 @@ def test_gradients_and_optimizer_in_8_bits_take_less():
 
 def test_frozen_weights_have_no_gradients_and_no_states(tmp_path: Path):
     folder = saved("llama", tmp_path, vocab_size=256)
-    lora = {"model": {"pretrained": folder}, "lora": {"rank": 2}}
-    rows = run(COMMAND, tiny(**lora)).rows
-    kept = model_bytes(tiny(**lora).recipe, vocab=64, autocast=torch.bfloat16)
-    adapters = sum(layer.adapters for layer in kept.layers)
-    frozen = sum(layer.weights for layer in kept.layers) + kept.first.weights + kept.last.weights + kept.tied.weights
-    assert sum(row["fixed_bytes"] for row in rows) == frozen + 4 * adapters
+    settings = tiny(model={"pretrained": folder}, lora={"rank": 2})
+    layout, meter = settings.layout, StageMeter(settings)
+    kept = [model_bytes(settings.recipe, vocab=256, autocast=torch.bfloat16).rank(layout, rank) for rank in range(2)]
+    fixed = [meter.stage(layout, stage)[0].fixed for stage in range(2)]
+    assert fixed == [one.weights + 4 * one.adapters for one in kept]
 
 
 def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -145,7 +145,7 @@ class Predictor:
         layout = replace(self.layout(replace(choice, layers=())), layer_counts=tuple(counts))
         moments = _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1].moments[rank]
         rows, sizes = self.rows(choice), self.sizes
-        most = max(sizes.batch.rank(layout, rank, rows=rows, batch=self.batch, held=moment.held) for moment in moments)
+        most = max(sizes.batch.rank(layout, rank, rows=rows, held=moment.held) for moment in moments)
         return sizes.kept.rank(layout, rank).total + most
 
     def _shape(self, choice: PipelineChoice) -> tuple[int, int, int]:

@@ -235,7 +235,6 @@ class BatchBytes:
         layers: held by each decoder layer from forward to backward, with copies of weights that autocast makes.
         first, middle, last: held by a stage without layers, with its input and output; `whole` by the only one.
         extra, extra_last: the most beyond that while a micro-batch runs, on the last stage (logits) and on others.
-        evaluated: the most on the last stage in an evaluation, for each window of a batch.
     """
 
     layers: tuple[Line, ...]
@@ -245,26 +244,22 @@ class BatchBytes:
     whole: Line
     extra: Line
     extra_last: Line
-    evaluated: Line = Line()
 
     def held(self, layers: Iterable[int], *, first: bool, last: bool) -> Line:
         """What a stage with these layers holds of a micro-batch from its forward to its backward."""
         ends = {(True, True): self.whole, (True, False): self.first, (False, True): self.last}
         return sum((self.layers[layer] for layer in layers), ends.get((first, last), self.middle))
 
-    def rank(self, layout: PipelineLayout, rank: int, *, rows: int, batch: int, held: Mapping[int, int]) -> int:
-        """Bytes of activations and short-lived tensors of a rank, in a step or in an evaluation.
+    def rank(self, layout: PipelineLayout, rank: int, *, rows: int, held: Mapping[int, int]) -> int:
+        """Bytes of activations and short-lived tensors of a rank, if its stages hold these numbers of micro-batches.
 
-        Args:
-            rows: windows of a micro-batch. batch: of an evaluation's batch. held: micro-batches by stage.
+        An evaluation takes less, since it runs as many windows at a time and keeps nothing.
         """
         last, stages = layout.stages - 1, layout.stages_of(rank)
         kept = sum(
             held[s] * self.held(layout.layers_of(s), first=s == 0, last=s == last).of(rows) for s in stages if held[s]
         )
-        if last not in stages:
-            return kept + self.extra.of(rows)
-        return max(kept + self.extra_last.of(rows), self.evaluated.of(batch))
+        return kept + (self.extra_last if last in stages else self.extra).of(rows)
 
 
 class _Live(TorchDispatchMode):
@@ -313,7 +308,7 @@ def batch_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None
     base = each[kinds[0]]
     return BatchBytes(
         layers=tuple(each[kind] for kind in kinds), first=first[0] - base, middle=ends - base, last=last[0] - base,
-        whole=both[0] - base, extra=extra, extra_last=last[1], evaluated=run(0, last=True, evaluates=True)[1],
+        whole=both[0] - base, extra=extra, extra_last=last[1],
     )  # fmt: skip
 
 
@@ -350,17 +345,15 @@ class _Sample:
         quantized = _quantized(config, whole.config)[0] > 0
         self.whole = 2 * max((count for count in matrices if count != embedding), default=0) * quantized
 
-    def __call__(
-        self, *layers: int, first: bool = False, last: bool = False, evaluates: bool = False
-    ) -> tuple[Line, Line]:
-        """Return the bytes held after a forward, and the most beyond them; in an evaluation nothing is held."""
-        one, two = (self._run(layers, first, last, rows, evaluates) for rows in (1, 2))
+    def __call__(self, *layers: int, first: bool = False, last: bool = False) -> tuple[Line, Line]:
+        """Return the bytes held after a forward, and the most beyond them."""
+        one, two = (self._run(layers, first, last, rows) for rows in (1, 2))
         lines = [
             Line(fixed=self.double * (2 * a - b), window=self.double * (b - a)) for a, b in zip(one, two, strict=True)
         ]
         return lines[0], lines[1] + Line(fixed=self.whole)
 
-    def _run(self, layers: Sequence[int], first: bool, last: bool, rows: int, evaluates: bool) -> tuple[int, int]:
+    def _run(self, layers: Sequence[int], first: bool, last: bool, rows: int) -> tuple[int, int]:
         sequence = self.config.data.sequence
         boundary = torch.bfloat16 if self.double == 2 else torch.float32
         with self._fake:
@@ -370,12 +363,10 @@ class _Sample:
             ids = torch.zeros(rows, sequence, dtype=torch.int64)
             for parameter in stage.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            with _Live(stage) as live, torch.set_grad_enabled(not evaluates):
+            with _Live(stage) as live:
                 x = ids if first else torch.randn(rows, sequence, stage.width, dtype=boundary, requires_grad=True)
                 output = stage(x)
                 output = next_token_loss(output, ids) if last else output
-                if evaluates:
-                    return 0, live.peak
                 held = live.now
                 output.backward(torch.ones_like(output))
         return held, live.peak - held
@@ -392,8 +383,7 @@ def rank_peaks(config: TrainConfig, layout: PipelineLayout, *, vocab: int, autoc
         batch = replace(batch, layers=(Line(),) * len(batch.layers))
     held = held_batches(config, layout)
     return [
-        kept.rank(layout, rank).total
-        + batch.rank(layout, rank, rows=config.rows, batch=config.rows * config.pipeline.microbatches, held=held)
+        kept.rank(layout, rank).total + batch.rank(layout, rank, rows=config.rows, held=held)
         for rank in range(layout.ranks)
     ]
 
