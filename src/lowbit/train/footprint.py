@@ -4,6 +4,7 @@ Weights are counted on a model without data (the meta device), layer by layer. W
 a forward and backward pass over fake tensors, for each kind of layer once.
 """
 
+import logging
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +26,8 @@ from lowbit.train.cut import Share, attention_of, class_for, parts_of, whole_cla
 from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, add_adapters, hugging_face_config, next_token_loss, targets_of
 from lowbit.train.weights import weights_of
+
+log = logging.getLogger(__name__)
 
 _LEAST_8BIT, _BLOCK_8BIT = 4096, 256  # torchao keeps smaller states, and those that its blocks do not divide, whole
 _NF4_BLOCK, _SCALES_BLOCK = 64, 256  # weights that share a scale, and scales that share one
@@ -301,6 +304,19 @@ def batch_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None
     kind_of_first = [number for number, kind in enumerate(kinds) if kind == kinds[0]]
     measured = {kind: kinds.index(kind) for kind in kinds} | {kinds[0]: kind_of_first[-1]}
     run = _Sample(config, whole, {0, *measured.values()}, autocast)
+    try:
+        return _measured(run, kinds, measured)
+    except DynamicOutputShapeException:  # such as of experts that PyTorch cannot group
+        kind = whole.config.model_type
+        log.warning("the activations of a %s model cannot be counted in advance: plans leave them out", kind)
+        none = Line()
+        return BatchBytes(
+            layers=(none,) * len(kinds), first=none, middle=none, last=none, whole=none, extra=none, extra_last=none
+        )
+
+
+def _measured(run: "_Sample", kinds: Sequence[Any], measured: Mapping[Any, int]) -> BatchBytes:
+    """Measure each kind of layer, given with the number of one, and both ends."""
     (ends, extra), each = run(0), {}
     for kind, number in measured.items():
         each[kind] = run(0, number)[0] - ends if number else ends
