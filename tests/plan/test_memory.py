@@ -18,6 +18,7 @@ from lowbit.report import execute, run
 from lowbit.train import TrainConfig
 from lowbit.train.activations import planned_settings
 from lowbit.train.config import GradientsConfig, OptimizerConfig
+from lowbit.train.footprint import model_bytes
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
@@ -25,6 +26,7 @@ from tests.command_line import invoke
 from tests.processes import Ranks
 from tests.refused import refused
 from tests.train import runs
+from tests.train.test_footprint import saved
 
 TINY: dict[str, Any] = {
     "pipeline": {"ranks": 2, "microbatches": 2},
@@ -83,7 +85,7 @@ def test_each_layer_is_planned_and_trains(tmp_path: Path, capsys: pytest.Capture
 
 def test_stages_of_bfloat16_weights_can_be_planned():
     rows = run(COMMAND, tiny(weights="bf16", group=32, model={"layers": 2})).rows
-    activation, logits = 2 * 32 * 64, 2 * 32 * 256
+    activation, logits = 2 * 32 * 64, 4 * 32 * 256  # without autocast logits are float32
     assert [row["pipeline_bytes"] for row in rows] == [2 * activation, logits + activation]
 
 
@@ -91,6 +93,15 @@ def test_gradients_and_optimizer_in_8_bits_take_less():
     small = tiny(gradients={"storage": "fp8"}, optimizer="adamw-8bit")
     wide, narrow = (StageMeter(s).stage(s.layout, 0)[0].fixed for s in (tiny(), small))
     assert narrow / wide == pytest.approx((4 + 1.01 + 2.03) / 16, rel=0.02)
+
+
+def test_frozen_weights_have_no_gradients_and_no_states(tmp_path: Path):
+    folder = saved("llama", tmp_path, vocab_size=256)
+    settings = tiny(model={"pretrained": folder}, lora={"rank": 2})
+    layout, meter = settings.layout, StageMeter(settings)
+    kept = [model_bytes(settings.recipe, vocab=256, autocast=torch.bfloat16).rank(layout, rank) for rank in range(2)]
+    fixed = [meter.stage(layout, stage)[0].fixed for stage in range(2)]
+    assert fixed == [one.weights + 4 * one.adapters for one in kept]
 
 
 def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

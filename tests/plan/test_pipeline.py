@@ -18,14 +18,36 @@ from lowbit.plan.cluster import Cluster, ClusterLink, Machine
 from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor, best_split, search
 from lowbit.plan.sizes import ModelSizes
 from lowbit.train import load
+from lowbit.train.footprint import BatchBytes, Held, Line, ModelBytes
 from tests.command_line import invoke
 from tests.refused import refused
 from tests.train.runs import tiny
 
 CODING = ("fp32=10/10", "bf16=8/8", "int4=5/8", "GroupInt(bits=6, group=32)=5/8")
+
+
+def held(elements: int) -> Held:
+    """Float32 weights and gradients, and AdamW's states."""
+    sizes = {"weights": 4 * elements, "gradients": 4 * elements, "optimizer": 8 * elements}
+    return Held(elements=elements, trained=elements, **sizes)
+
+
+def with_tied(elements: int) -> ModelSizes:
+    kept = ModelBytes(
+        layers=(held(10_000),) * 8, first=held(5_000), last=held(5_000), tied=held(elements), rows=4 * elements
+    )
+    return replace(SIZES, tied=elements, kept=kept)
+
+
+NONE = Line()
 SIZES = ModelSizes(
     layers=8, width=64, layer_parameters=10_000, first_parameters=5_000, last_parameters=5_000, tied=0,
-    layer_flops=1e8, last_flops=0.0, layer_saved=1000.0, last_saved=500.0, logits=100,
+    layer_flops=1e8, last_flops=0.0,
+    kept=ModelBytes(layers=(held(10_000),) * 8, first=held(5_000), last=held(5_000)),
+    batch=BatchBytes(
+        layers=(Line(window=64_000),) * 8, first=NONE, middle=NONE, last=Line(window=32_000), whole=NONE, extra=NONE,
+        extra_last=Line(window=6400),
+    ),
 )  # fmt: skip
 one_stage = partial(PipelineChoice, stages_per_rank=1)
 
@@ -116,14 +138,14 @@ def test_memory_bounds_the_layers_of_a_machine():
 
 def test_rows_of_a_tied_embedding_cross_the_link():
     """In bf16, there and back; the first rank has no optimizer for its copy, and the last one knows the copy."""
-    tied, own = (predictor(*map(machine, "ab"), mbit=1, sizes=replace(SIZES, tied=tied)) for tied in (64 * 60, 0))
+    tied, own = (predictor(*map(machine, "ab"), mbit=1, sizes=with_tied(tied)) for tied in (64 * 60, 0))
     choice = one_stage(schedule="1F1B", microbatches=2)
     one_way = 60 * 64 * 2 + 8  # 512 tokens of 60
     extra = tied.predict(choice).seconds - own.predict(choice).seconds
     assert extra == pytest.approx(2 * one_way * 8 / 1e6, rel=0.01)
     assert tied.predict(choice).nbytes - own.predict(choice).nbytes == 2 * one_way
     memory = [of.predict(choice).memory for of in (tied, own)]
-    assert [a - b for a, b in zip(*memory, strict=True)] == [-8 * 64 * 60, 4 * 64 * 60]
+    assert [a - b for a, b in zip(*memory, strict=True)] == [-8 * 64 * 60, (16 + 4) * 64 * 60]
 
 
 def test_what_is_impossible_is_said_in_one_line():

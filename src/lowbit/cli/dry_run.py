@@ -10,6 +10,7 @@ from lowbit.config import to_toml
 from lowbit.terminal import print_pairs
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.evaluate import AFTER, wanted_nats
+from lowbit.train.footprint import model_bytes, rank_peaks
 from lowbit.train.model import hidden_size, targets_of
 from lowbit.train.prepare import Prepared, prepare
 from lowbit.wire.pytorch import check_torch
@@ -69,6 +70,7 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
             checks = ", ".join(str(config.codec_warmup_steps + after) for after in AFTER)
             yield "rates", f"chosen in the warm-up to cost {nats:g} nats; checked after steps {checks}"
     yield from _grouped("saved by stage", (str(policy or "as PyTorch does") for policy in prepared.activations))
+    yield from _memory(prepared)
     if prepared.storage is not None:
         yield "gradients kept in", str(prepared.storage)
     if pipelines > 1:
@@ -79,6 +81,21 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         yield "note", note
     if config.lora.rank:
         yield "lora", f"rank {config.lora.rank} on {', '.join(targets_of(config))}"
+
+
+def _memory(prepared: Prepared) -> Iterator[tuple[str, str]]:
+    """Yield the predicted memory of each rank of a pipeline."""
+    layout = prepared.layout
+    counts = {"vocab": prepared.vocab, "autocast": prepared.autocast}
+    kept, peaks = model_bytes(prepared.config, **counts), rank_peaks(prepared.config, layout, **counts)
+    for rank, peak in enumerate(peaks):
+        held = kept.rank(layout, rank)
+        parts = {
+            "weights": held.weights, "adapters": held.adapters, "gradients": held.gradients,
+            "optimizer": held.optimizer, "activations": peak - held.total,
+        }  # fmt: skip
+        text = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size)
+        yield f"memory of rank {rank}", f"{peak / 1e9:.2f} GB: {text}"
 
 
 def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,7 @@ from lowbit.train import TrainConfig, load
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.config import AUTO
 from lowbit.train.data import load_data
-from lowbit.train.device import choose_autocast, choose_device, threads_per_rank
+from lowbit.train.device import choose_autocast, choose_device, memory_of, threads_per_rank
 from lowbit.train.identity import compared
 from lowbit.train.model import hidden_size, vocabulary
 from lowbit.train.pretrained import load_tokenizer
@@ -198,7 +198,7 @@ def facts(settings: DoctorSettings) -> Facts:
         name=(settings.name or socket.gethostname())[:60], **versions(),
         torch_problem=torch_problem, device=torch.cuda.get_device_name() if gpu else "CPU",
         cores=usable_cores(), gpus=torch.cuda.device_count() if gpu else 0,
-        memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
+        memory_bytes=float(memory_of(torch.device("cuda" if gpu else "cpu"))[0]), address=address,
         interface=interface, **gloo(interface),
         meet_address=meet_address, near=_near(meet_address),
         vpn=kind == _NO_LINK_LAYER or bool(_BRIDGING_VPN.match(interface)),
@@ -258,16 +258,6 @@ def _network() -> str:
     return ""
 
 
-def _free_memory() -> int:
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = 1024 * int(lines["MemAvailable"].split()[0])
-    with contextlib.suppress(OSError, ValueError):  # "max" without a limit
-        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return free
-
-
 def _digest(value: Any) -> str:
     """A digest of a value, short enough to send and to show."""
     text = str(value)
@@ -291,7 +281,7 @@ def speed(settings: DoctorSettings) -> Speed:
         if settings.recipe:
             values |= {"layer_seconds": seconds, "layer_tokens": tokens, "layer_overhead": overhead}
         else:  # without a recipe the plan's model is unknown, so a layer's seconds would be of the wrong one
-            sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
+            sizes = measure_sizes(config, vocab=vocab, autocast=None)
             values["tflops"] = 3 * sizes.layer_flops * tokens / seconds / 1e12
         if width := hidden_size(config.model):
             values["coding"] = _coding(settings, config, (1, sequence, width), device)

@@ -40,6 +40,7 @@ from lowbit.train.config import (
     FULL_PRECISION,
     DataConfig,
     GradientsConfig,
+    LoraConfig,
     Method,
     ModelConfig,
     OptimizerConfig,
@@ -48,10 +49,12 @@ from lowbit.train.config import (
     TrainConfig,
 )
 from lowbit.train.data import Order, load_data
+from lowbit.train.footprint import model_bytes
 from lowbit.train.layout import PipelineLayout, make_layout
-from lowbit.train.model import StageModule, build_model, count_layers, next_token_loss, vocabulary
+from lowbit.train.model import StageModule, add_adapters, build_model, count_layers, next_token_loss, vocabulary
 from lowbit.train.pretrained import load_tokenizer
 from lowbit.train.single_process import model_loss, train_single_process
+from lowbit.train.weights import weights_of
 
 _LEAST_BUDGET = 1_000_000  # bytes; less is a unit that was forgotten
 _LOW_BIT = LayerChoice(norm=8, mlp=4, linear=4)
@@ -67,7 +70,8 @@ class MemorySettings:
     out: str = ""
     """File for the plan. `lowbit train` takes it as `activations.plan`."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """fp32: float32 weights, with matrix products in bfloat16, as in `lowbit train`. bf16: bfloat16 weights only."""
+    """fp32: matrix products in bfloat16 and weights in `model.weights`, by default as in `lowbit train`. bf16: bfloat16
+    weights only, without float32 between stages."""
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
     """adamw: float32 states. adamw-8bit: torchao's states in 8 bits, `optimizer.states = "8bit"` in `lowbit train`."""
     method: Method = "none"
@@ -91,6 +95,8 @@ class MemorySettings:
     """Seed of weights and samples."""
     model: ModelConfig = ModelConfig()
     """The model to train."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters, with which the model's own weights are frozen, in the format `model.weights`."""
     data: DataConfig = DataConfig(sequence=1024, max_bytes=1_000_000)
     """The text and its windows. Errors of the gradient are measured on it."""
     pipeline: PipelineConfig = PipelineConfig(ranks=4, microbatches=8)
@@ -121,7 +127,7 @@ class MemorySettings:
     def recipe(self) -> TrainConfig:
         """The settings that `lowbit train` shares."""
         return TrainConfig(
-            model=self.model, data=self.data, pipeline=self.pipeline, gradients=self.gradients,
+            model=self.model, lora=self.lora, data=self.data, pipeline=self.pipeline, gradients=self.gradients,
             optimizer=OptimizerConfig(states="8bit" if self.optimizer == "adamw-8bit" else "fp32"),
             run=RunConfig(method=self.method),
         )  # fmt: skip
@@ -303,10 +309,6 @@ COMMAND = Command(
 )
 
 
-_STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 2 * 4 / 256}
-"""Bytes of state for each parameter: two in float32, or torchao's in 8 bits with a float32 scale for each 256."""
-
-
 class StageMeter:
     """Counts bytes on one stage of each kind, with two decoder layers of the real width and the real micro-batch.
 
@@ -317,8 +319,15 @@ class StageMeter:
         self.settings, self.splits = settings, settings.held.splits
         torch.manual_seed(settings.seed)
         model, _ = two_layers(settings.model, settings.vocab, settings.data.sequence)
-        self.mixed = settings.weights == "fp32"
-        self.model = model if self.mixed else model.bfloat16()
+        self.mixed, recipe = settings.weights == "fp32", settings.recipe
+        if not self.mixed:
+            recipe = replace(recipe, model=replace(recipe.model, weights=recipe.model.weights or "bf16"))
+        autocast = torch.bfloat16 if self.mixed else None
+        # Layers and ends differ: what they keep is counted for each of them.
+        self.kept = model_bytes(recipe, vocab=settings.vocab, autocast=autocast)
+        self.model = model if weights_of(recipe, autocast) == "fp32" else model.bfloat16()
+        if settings.lora.rank:
+            add_adapters(self.model, recipe)
         self.dtype = torch.float32 if self.mixed else torch.bfloat16  # of the stages' outputs
         self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
 
@@ -327,7 +336,10 @@ class StageMeter:
         kind = kind_of(layout, stage)
         if kind not in self._measured:
             self._measured[kind] = _TwoLayers(self, *kind)
-        return self._measured[kind].with_layers(len(layout.layers_of(stage)))
+        cost, plain = self._measured[kind].with_layers(len(layout.layers_of(stage)))
+        first, last = kind
+        fixed = self.kept.stage(layout.layers_of(stage), first=first, last=last).total
+        return replace(cost, fixed=fixed), plain
 
     def module(self, layers: int, first: bool, last: bool) -> StageModule:
         return StageModule(
@@ -394,7 +406,6 @@ class _TwoLayers:
             received=self.received,
             early=self._bytes(whole, layers, {"loss"}) + self.output if self.module.last else 0,
             gradients=one + (layers - 1) * (two - one),
-            fixed=round(sum(self._fixed(p) * self._copies(name, layers) for name, p in self.module.named_parameters())),
         )
         kinds = {kind for kind, _ in self.plain.modules} - {"weights"}
         return cost, self._bytes(self.plain, layers, kinds)
@@ -406,11 +417,6 @@ class _TwoLayers:
         """Number of copies of this module or parameter in a stage with `layers` layers."""
         lists = (n for n, m in self.module.named_modules() if isinstance(m, nn.ModuleList))
         return layers - 1 if f"{name}.".startswith(f"{next(lists)}.1.") else 1
-
-    def _fixed(self, parameter: nn.Parameter) -> float:
-        storage = self.settings.gradients.storage
-        gradient = parameter.nbytes if storage == FULL_PRECISION else parse(storage).nbytes(parameter.shape)
-        return parameter.nbytes + gradient + _STATE_BYTES[self.settings.optimizer] * parameter.numel()
 
 
 class LayerMeter:
@@ -463,6 +469,8 @@ def sample_model(settings: MemorySettings) -> tuple[nn.Module, Callable[[], Tens
     sequence = max(settings.data.sequence, settings.error_tokens)
     exact = replace(settings.model, dropout=0.0)
     model = build_model(exact, vocab=vocab, sequence=sequence, seed=settings.seed).train()
+    if settings.lora.rank:
+        add_adapters(model, settings.recipe)
     steps = 0 if settings.model.pretrained else settings.error_steps
     constant = OptimizerConfig(lr_warmup_steps=0, lr_end=1, clip=0)
     train_single_process(model, data.train, constant, steps=steps, batch=1, seed=settings.seed)

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import AfterValidator
 
 from lowbit.codecs import parse_pair
@@ -18,7 +19,15 @@ from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.terminal import shown
 from lowbit.train import load
-from lowbit.train.config import DataConfig, ModelConfig, RunConfig, Schedule, TrainConfig
+from lowbit.train.config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    PipelineConfig,
+    RunConfig,
+    Schedule,
+    TrainConfig,
+)
 from lowbit.train.layout import even
 from lowbit.train.model import vocabulary
 from lowbit.train.pretrained import load_tokenizer
@@ -26,7 +35,7 @@ from lowbit.train.pretrained import load_tokenizer
 _PLAIN = ("fp32", "bf16")
 _MOST_MICRO_BATCHES = 64
 _PROGRAM = "lowbit plan pipeline"
-_OF_RECIPE = ("model", "data", "run")
+_OF_RECIPE = ("model", "lora", "data", "run")
 
 
 def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -65,6 +74,8 @@ class PipelinePlanSettings:
     """Data type of matrix products, which determines the memory of saved activations."""
     model: ModelConfig = ModelConfig()
     """The model to train. With `model.pretrained`, a folder with Hugging Face's config.json is enough."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters, with which the model's own weights are frozen."""
     data: DataConfig = DataConfig(sequence=1024, batch=32)
     """Tokens per window, and windows per step."""
     run: RunConfig = RunConfig()
@@ -78,6 +89,13 @@ class PipelinePlanSettings:
     def base(self) -> TrainConfig:
         """Settings that the plan does not choose."""
         return load(self.recipe) if self.recipe else TrainConfig()
+
+    def trained(self, pipeline: PipelineConfig) -> TrainConfig:
+        """Settings of `lowbit train` with these of the pipeline."""
+        return replace(
+            self.base, model=self.model, lora=self.lora, data=self.data, pipeline=pipeline,
+            run=replace(self.run, steps=self.steps),
+        )  # fmt: skip
 
     @property
     def steps(self) -> int:
@@ -93,8 +111,6 @@ def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:
     for name in _OF_RECIPE:
         if getattr(settings, name) != PipelinePlanSettings.__dataclass_fields__[name].default:
             raise ConfigError(f"{name} is given, and recipe is {shown(settings.recipe)}; allowed: one of them")
-    if base.lora.rank:
-        raise ConfigError(f"recipe {settings.recipe!r} has lora.rank {base.lora.rank}; allowed: 0 in a plan")
     precision = settings.precision if base.run.precision == "auto" else base.run.precision
     return replace(settings, precision=precision, **{name: getattr(base, name) for name in _OF_RECIPE})
 
@@ -119,7 +135,8 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
         check_written(settings.output, _PROGRAM, overwrite=settings.overwrite)
     cluster = Cluster.read(settings.cluster)
     vocab = vocabulary(settings.model, load_tokenizer(settings.data.tokenizer).size)
-    sizes = measure_sizes(settings.model, vocab=vocab, sequence=settings.data.sequence, precision=settings.precision)
+    autocast = torch.bfloat16 if settings.precision == "bf16" else None
+    sizes = measure_sizes(settings.trained(PipelineConfig(microbatches=1)), vocab=vocab, autocast=autocast)
     predictor = Predictor(cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch)
     batch = settings.data.batch
     divisors = tuple(count for count in range(1, min(batch, _MOST_MICRO_BATCHES) + 1) if batch % count == 0)
@@ -143,10 +160,7 @@ def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice:
     layout = predictor.layout(choice)
     if layout.layer_counts == even(predictor.sizes.layers, layout.stages):
         choice = replace(choice, layers=())
-    return replace(
-        settings.base, model=settings.model, data=settings.data,
-        pipeline=choice.pipeline(layout.ranks, settings.base.pipeline), run=replace(settings.run, steps=settings.steps),
-    )  # fmt: skip
+    return settings.trained(choice.pipeline(layout.ranks, settings.base.pipeline))
 
 
 def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction, number: int | None) -> dict[str, Any]:

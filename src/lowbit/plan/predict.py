@@ -13,7 +13,7 @@ from lowbit.codecs.speed import coding_speed
 from lowbit.config import ConfigError
 from lowbit.plan.budget import InFlight, in_flight
 from lowbit.plan.cluster import Cluster, Machine
-from lowbit.plan.sizes import MOMENT_BYTES, STATE_BYTES, ModelSizes, optimizer_ns
+from lowbit.plan.sizes import ModelSizes, optimizer_ns
 from lowbit.simulate import Actions, Channel, Network, Step, actions_from
 from lowbit.simulate.predict import AS_FAST, choose_formats, predicted_step
 from lowbit.simulate.step import order_of
@@ -141,19 +141,12 @@ class Predictor:
         return self.rank_bytes(choice, counts, rank) <= self.machines[rank].bytes
 
     def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> float:
-        """Memory of a rank with `counts` layers on its stages: weights, gradients, optimizer and saved activations."""
-        layout = self.layout(replace(choice, layers=()))
-        held = _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1]
-        tokens, last, sizes = self.rows(choice) * self.sequence, layout.stages - 1, self.sizes
-        saved = {
-            s: tokens * (counts[s] * sizes.layer_saved + (s == last) * sizes.last_saved + 4 * sizes.width)
-            for s in layout.stages_of(rank)
-        }
-        most = max(sum(count * saved[s] for s, count in moment.held.items()) for moment in held.moments[rank])
-        most += sum(STATE_BYTES * sizes.parameters(counts[s], first=s == 0, last=s == last) for s in saved)
-        if self._followed(layout):  # the first rank has no optimizer states; the last also keeps what the first has
-            most += (4 * (last in saved) - MOMENT_BYTES * (0 in saved)) * sizes.tied
-        return most + tokens * sizes.logits * (last in saved)
+        """Memory of a rank with `counts` layers on its stages: what it keeps, and activations at the worst moment."""
+        layout = replace(self.layout(replace(choice, layers=())), layer_counts=tuple(counts))
+        moments = _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1].moments[rank]
+        rows, sizes = self.rows(choice), self.sizes
+        most = max(sizes.batch.rank(layout, rank, rows=rows, held=moment.held) for moment in moments)
+        return sizes.kept.rank(layout, rank).total + most
 
     def _shape(self, choice: PipelineChoice) -> tuple[int, int, int]:
         return self.rows(choice), self.sequence, self.sizes.width

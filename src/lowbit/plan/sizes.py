@@ -5,27 +5,22 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from lowbit.activations import counted
 from lowbit.config import ConfigError
 from lowbit.terminal import shown
-from lowbit.train.config import ModelConfig
+from lowbit.train.config import ModelConfig, TrainConfig
 from lowbit.train.cut import attention_of
-from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
+from lowbit.train.footprint import BatchBytes, ModelBytes, batch_bytes, model_bytes
+from lowbit.train.model import StageModule, hidden_size, hugging_face_config
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_TOKENS = 64  # of the sample whose saved activations are counted: these are proportional to the tokens
 _ROUNDS = 3
 _LEAST_SECONDS = 0.3  # of all calls together
 _LONG_SECONDS = 3.0  # of a micro-batch in two layers
-STATE_BYTES = 16
-"""Bytes of a parameter: float32 weight and gradient, and two float32 states of AdamW."""
-MOMENT_BYTES = 8
-"""Bytes of the two states."""
 
 
 def parse_bytes(text: str, name: str = "budget") -> int:
@@ -43,11 +38,12 @@ class ModelSizes:
 
     Attributes:
         layers: number of decoder layers. width: elements of a token's activation.
-        layer_parameters, first_parameters, last_parameters: of a layer, and of what only the first and the last stage
-            have. tied: those of the embedding, if the last stage's matrix is a copy of it; otherwise 0.
+        layer_parameters, first_parameters, last_parameters: trained ones, of a layer (the mean), and of what only the
+            first and the last stage have. tied: those of the embedding, if it is trained and the last stage's matrix is
+            a copy of it, which counts there; otherwise 0.
         layer_flops, last_flops: of a token's forward in a layer, and after the last layer; backward takes twice that.
-        layer_saved, last_saved: bytes that autograd saves of a token in a layer, and after the last layer.
-        logits: bytes of a token's logits and of their gradient.
+            With frozen weights two thirds, since backward computes no gradients of them.
+        kept, batch: bytes of each part, and of a micro-batch in it.
     """
 
     layers: int
@@ -58,41 +54,35 @@ class ModelSizes:
     tied: int
     layer_flops: float
     last_flops: float
-    layer_saved: float
-    last_saved: float
-    logits: int
+    kept: ModelBytes
+    batch: BatchBytes
 
     def parameters(self, layers: int, *, first: bool, last: bool) -> int:
         ends = first * self.first_parameters + last * self.last_parameters - (first and last) * self.tied
         return layers * self.layer_parameters + ends
 
 
-def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: Literal["fp32", "bf16"]) -> ModelSizes:
-    """Measure two layers of a model with random weights on a few tokens."""
-    whole, layers = two_layers(model, vocab, sequence)
-    autocast = torch.bfloat16 if precision == "bf16" else None
-
-    def stage(count: int, *, first: bool = False, last: bool = False) -> StageModule:
-        return StageModule(whole, layers=range(count), first=first, last=last, autocast=autocast).train()
-
-    one, two, first, last = stage(1), stage(2), stage(1, first=True), stage(1, last=True)
-    parameters = [sum(p.numel() for p in module.parameters()) for module in (one, two, first, last)]
-    saved = [_saved(module, min(sequence, _TOKENS)) for module in (one, two, last)]
-    layer = parameters[1] - parameters[0]
-    head = sum(p.numel() for p in last.head.parameters()) if last.head is not None else 0
-    width = one.width
+def measure_sizes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None) -> ModelSizes:
+    """Count the model of a run, without its weights."""
+    counts: dict[str, Any] = {"vocab": vocab, "autocast": autocast}
+    kept, batch, width = model_bytes(config, **counts), batch_bytes(config, **counts), hidden_size(config.model)
+    if width is None:
+        raise ConfigError(f"model.pretrained is {shown(config.model.pretrained)}, whose config.json has no hidden_size")
+    elements, trained = (sum(getattr(one, name) for one in kept.layers) for name in ("elements", "trained"))
+    head = kept.tied.elements or max(0, kept.last.elements - width)  # without the norm
+    done = 2 / 3 if config.lora.rank else 1.0
+    layer = elements / len(kept.layers)
     return ModelSizes(
-        layers=layers,
+        layers=len(kept.layers),
         width=width,
-        layer_parameters=layer,
-        first_parameters=parameters[2] - parameters[0],
-        last_parameters=parameters[3] - parameters[0],
-        tied=whole.get_input_embeddings().weight.numel() if getattr(whole.config, "tie_word_embeddings", False) else 0,
-        layer_flops=2.0 * layer + 2.0 * sequence * width,  # attention: a token sees half of the sequence, twice
-        last_flops=2.0 * head,
-        layer_saved=saved[1] - saved[0],
-        last_saved=saved[2] - saved[0],
-        logits=2 * 4 * last.vocab,
+        layer_parameters=trained // len(kept.layers),
+        first_parameters=kept.first.trained,
+        last_parameters=kept.last.trained + kept.tied.trained,
+        tied=kept.tied.trained,
+        layer_flops=done * (2 * layer + 2 * config.data.sequence * width),  # a token sees half of the sequence, twice
+        last_flops=done * 2 * head,
+        kept=kept,
+        batch=batch,
     )
 
 
@@ -161,15 +151,3 @@ def _usual(*works: Callable[[], object], device: torch.device | None = None, rou
                 torch.cuda.synchronize(device)
             each.append(time.perf_counter() - start)
     return [statistics.median(each[1:]) for each in times]
-
-
-def _saved(module: StageModule, tokens: int) -> float:
-    ids = torch.zeros(1, tokens, dtype=torch.int64)
-    inputs = torch.randn(1, tokens, module.width, requires_grad=True)
-    with counted(module) as kept:
-        output = module(inputs)
-        if module.last:
-            output = next_token_loss(output, ids)
-    total = sum(size for (kind, _), size in kept.modules.items() if kind != "weights")
-    del output
-    return total / tokens

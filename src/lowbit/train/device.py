@@ -1,6 +1,8 @@
 """Choose a rank's device, its precision, and the backend of its messages."""
 
+import contextlib
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -90,3 +92,18 @@ def choose_autocast(precision: str, device: torch.device) -> torch.dtype | None:
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
     return torch.bfloat16 if precision == "bf16" else None
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return the free bytes of a device's memory, and all; for the CPU those that this process may use, with swap."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    free = whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
+        free, swap = (1024 * int(lines[key].split()[0]) for key in ("MemAvailable", "SwapTotal"))
+        whole += swap
+    with contextlib.suppress(OSError, ValueError):  # "max" without a limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text("ascii"))
+        free, whole = min(free, limit), min(whole, limit)
+    return free, whole

@@ -26,6 +26,7 @@ from lowbit.train.data import Data, load_data
 from lowbit.train.dates import recorded
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.elastic import check_elastic
+from lowbit.train.fits import check_memory
 from lowbit.train.folder import check_output
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, refuse, run_identity
@@ -115,6 +116,9 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
         # Without lowbit's own outliers in 8-bit norms.
         policies = [policy for policy in activations if not isinstance(policy, StageOfPlan)]
         activations = tuple(policy and replace(policy, outliers=False) for policy in policies)
+    check_memory(
+        config, layout, ranks=ranks, vocab=vocab, device=device, autocast=choose_autocast(config.run.precision, device)
+    )
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
     if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together
