@@ -11,7 +11,7 @@ from lowbit.train.config import OptimizerConfig
 from lowbit.train.optim import make_optimizer
 from lowbit.train.rounding import RoundingAdamW, round_
 from tests.processes import Ranks
-from tests.train.runs import again, curve, losses, stopped, tiny
+from tests.train.runs import curve, losses, stopped, tiny
 from tests.train.test_gradients import assert_replicas_equal, weights
 
 BF16 = {"weights": "bf16"}
@@ -81,17 +81,19 @@ def test_without_rounding_it_is_adamw_in_pieces_with_gradients_stored_or_not(sma
 
 
 def test_a_run_in_bfloat16_resumes_with_the_same_losses_and_has_equal_copies(tmp_path: Path):
-    run = {"steps": 4, "checkpoint_every": 2}
-    config = tiny(
-        tmp_path, model=BF16 | {"tied": True}, run=run,
-        pipeline={"ranks": 1, "schedule": "ZBVZeroBubble", "stages_per_rank": 2},
+    whole, parts = (
+        tiny(
+            tmp_path / name, model=BF16 | {"tied": True}, run={"steps": 4, "checkpoint_every": 2},
+            pipeline={"ranks": 1, "schedule": "ZBVZeroBubble", "stages_per_rank": 2},
+        )
+        for name in ("whole", "parts")
     )  # fmt: skip
-    train(config)
-    whole = curve(config)
-    held = weights(config, 0)
+    train(whole)
+    held = weights(whole, 0)
     assert {x.dtype for x in held.values()} == {torch.bfloat16}
-    train(stopped(again(config, run={"output": str(tmp_path / "stopped")}), 2))
-    assert curve(again(config, run={"output": str(tmp_path / "stopped")})) == whole
+    assert torch.equal(held["model/model.embed_tokens.weight"], held["model/lm_head.weight"])
+    train(stopped(parts, 3))
+    assert curve(parts) == curve(whole)
 
 
 def test_replicas_and_a_tied_pipeline_in_bfloat16_round_alike(ranks: Ranks, tmp_path: Path):

@@ -8,6 +8,7 @@ of token ids; in a stage without the final norm, the identity replaces it.
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -47,6 +48,8 @@ from lowbit.train.pretrained import (
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+
+log = logging.getLogger(__name__)
 
 ALL = "all-linear"
 _PIECE = 1 << 22  # logits
@@ -368,6 +371,17 @@ def _peft_config(config: TrainConfig) -> Any:
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(targets_of(config)),
         fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM", base_model_name_or_path=str(pretrained.resolve()),
     )  # fmt: skip
+
+
+def _as_detail(record: logging.LogRecord) -> bool:
+    """Say at debug level only that bitsandbytes does without a faster kernel, which it would download."""
+    wanted = "kernels-community" not in str(record.msg)
+    if not wanted:
+        log.debug(record.getMessage())
+    return wanted
+
+
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_as_detail)  # PEFT imports it, whatever the weights
 
 
 def _peft(rank: int) -> Any:  # PEFT, of an optional package

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.train.config import ModelConfig, TrainConfig
@@ -48,7 +48,19 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
         )  # fmt: skip
     if config.lora.rank:
         add_adapters(built, config)
+        if autocast is not None and not config.lora.dropout:
+            _share_inputs(built)
     return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
+
+
+def _share_inputs(model: nn.Module) -> None:
+    """Let adapters save the inputs of their layers as they are.
+
+    PEFT converts them to float32, and autocast that to bfloat16: a copy each for queries, keys, values and gates.
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False  # pyright: ignore[reportArgumentType]
 
 
 def weights_of(config: TrainConfig, autocast: torch.dtype | None) -> str:
