@@ -38,7 +38,7 @@ def by_peft(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
         fan_in_fan_out=model.config.model_type == "gpt2",
     )  # fmt: skip
     model = peft.get_peft_model(model, adapters)
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optimizer)
+    optimizer = make_optimizer([pair for pair in model.named_parameters() if pair[1].requires_grad], config.optimizer)
     windows, found = load_data(config.data).train, []
     order = Order(samples=len(windows), batch=config.data.batch, seed=config.run.seed)
     for step in range(config.run.steps):

@@ -24,6 +24,7 @@ from lowbit.train.model import (
     check_pretrained,
     count_layers,
     hugging_face_config,
+    next_token_loss,
     vocabulary,
 )
 from lowbit.train.weights import random_share
@@ -245,3 +246,23 @@ def test_a_model_may_take_longer_to_save_than_the_time_limit(ranks: Ranks, tmp_p
     config = tiny(tmp_path, model={"layers": 2}, run=run)
     assert ranks.run(_train_with_a_slow_disk, config, 3.5) == [1, 1]
     assert (tmp_path / "run/model/config.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_in_pieces_are_those_of_all_logits(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, reduction: str):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(2, 30, 500, generator=generator)).to(dtype)
+    targets = torch.randint(500, (2, 30), generator=generator)
+    targets[0, 3:20] = -100
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for piece in (logits.numel(), 7 * 500 + 1, 1):
+        monkeypatch.setattr("lowbit.train.model._PIECE", piece)
+        x = logits.clone().requires_grad_()
+        loss = next_token_loss(x, targets, reduction) / 7
+        loss.backward()
+        assert x.grad is not None
+        results.append((loss.detach(), x.grad))
+    for loss, gradient in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert torch.equal(gradient, results[0][1])

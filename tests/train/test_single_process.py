@@ -75,7 +75,7 @@ def test_learning_rate_rises_linearly_and_falls_like_a_cosine():
 
 def test_matrices_decay_and_vectors_do_not():
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer([matrix, vector], OptimizerConfig(lr=0.1, weight_decay=0.5))
+    optimizer = make_optimizer([("matrix", matrix), ("vector", vector)], OptimizerConfig(lr=0.1, weight_decay=0.5))
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
     optimizer.step()
     assert torch.allclose(matrix, torch.full((2, 2), 0.95))

@@ -59,7 +59,8 @@ class ModelConfig:
     weights: Weights | None = None
     """Format of the weights in memory. int8 and nf4 (4 bits, bitsandbytes) are for the linear layers of a pretrained
     model with adapters, whose other weights are then bf16. If omitted: bf16 for weights that do not change, where
-    products are computed in bf16; otherwise fp32. A folder with weights in 4 or 8 bits stays as it is."""
+    products are computed in bf16; otherwise fp32. If bf16 weights are trained, each step is computed in float32 and
+    rounded at random, so that small steps count. A folder with weights in 4 or 8 bits stays as it is."""
     double_quantization: bool = False
     """Quantize the scales of nf4 as well: 4.13 bits a weight in place of 4.5."""
     dim: Positive = 256

@@ -195,18 +195,31 @@ class HeldOutEvaluation:
                     x = session.decode(message.wait().to(self._device), training=False)
                 else:
                     x = batch.inputs.to(self._device)
-                positions = None if batch.positions is None else batch.positions.to(self._device)
-                for stage in leg:
-                    x = self._modules[stage](x) if positions is None else self._modules[stage](x, positions)
+                results = self._results(leg, x, batch)
                 if leg[-1] == self._layout.stages - 1:
-                    sums = _sums_of(x, batch.targets.to(self._device), batch.positions)
+                    sums = torch.stack(results).sum(0)
                     current.own_sums.append(sums)
                     others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
                     current.sent.extend(self._messages.send(sums, rank) for rank in others)
                     continue
+                x = torch.cat(results)
                 session = self._session(leg[-1], codecs[leg[-1]], x.shape, outgoing=True)
                 payload = session.encode(x.float(), training=False)
                 current.sent.append(self._messages.send(payload, self._layout.rank_of(leg[-1] + 1)))
+
+    def _results(self, leg: Sequence[int], x: Tensor, batch: _Batch) -> list[Tensor]:
+        """Return activations, or `_sums_of` the last stage's logits, for as many windows at a time as in training."""
+        results: list[Tensor] = []
+        for start in range(0, len(x), self._trained[0]):
+            rows = slice(start, start + self._trained[0])
+            part = x[rows]
+            positions = None if batch.positions is None else batch.positions[rows].to(self._device)
+            for stage in leg:
+                part = self._modules[stage](part) if positions is None else self._modules[stage](part, positions)
+            if leg[-1] == self._layout.stages - 1:
+                part = _sums_of(part, batch.targets[rows].to(self._device), positions)
+            results.append(part)
+        return results
 
     def _close(self, done: _Round) -> Iterator[Tensor]:
         """Yield the sums of a round's batches, and wait until all messages of the round have been sent."""

@@ -8,6 +8,7 @@ of token ids; in a stage without the final norm, the identity replaces it.
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -48,7 +49,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 
+log = logging.getLogger(__name__)
+
 ALL = "all-linear"
+_PIECE = 1 << 22  # logits
 _DROPOUT = re.compile(r"(?!classifier|summary)\w*(dropout|_pdrop)")  # of a decoder, by its name in `config.json`
 
 
@@ -175,8 +179,42 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in float32, ignoring targets of -100. logits: (batch, sequence, vocab); targets: int64."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+    """Cross-entropy in float32, ignoring targets of -100. logits: (batch, sequence, vocab); targets: int64.
+
+    Of many logits, a piece at a time is float32, also in the backward pass, which computes it again: with the
+    vocabularies of large models, nothing else in a step of few tokens takes as much memory.
+    """
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    if logits.numel() <= _PIECE:
+        return F.cross_entropy(logits.float(), targets, reduction=reduction)
+    losses: Tensor = _TokenLosses.apply(logits, targets)  # pyright: ignore[reportAssignmentType]
+    return F.nll_loss(-losses[:, None], targets.clamp(max=0), reduction=reduction)  # sums as cross_entropy does
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Loss of each token, from logits (tokens, vocab) of any dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        return torch.cat([F.cross_entropy(x.float(), y, reduction="none") for x, y in _pieces(logits, targets)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        logits, targets = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for x, y, gradient, out in _pieces(logits, targets, grads[0], result):
+            with torch.enable_grad():
+                piece = x.detach().requires_grad_()
+                loss = F.cross_entropy(piece.float(), y, reduction="none")
+            out.copy_(torch.autograd.grad(loss, piece, gradient)[0])
+        return result, None
+
+
+def _pieces(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Split tensors alike, with at most `_PIECE` logits in each."""
+    rows = max(1, _PIECE // logits.shape[1])
+    return zip(*(x.split(rows) for x in (logits, *others)), strict=True)
 
 
 class StageModule(nn.Module):
@@ -340,6 +378,17 @@ def _peft_config(config: TrainConfig) -> Any:
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(targets_of(config)),
         fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM", base_model_name_or_path=str(pretrained.resolve()),
     )  # fmt: skip
+
+
+def _as_detail(record: logging.LogRecord) -> bool:
+    """Say at debug level only that bitsandbytes does without a faster kernel, which it would download."""
+    wanted = "kernels-community" not in str(record.msg)
+    if not wanted:
+        log.debug(record.getMessage())
+    return wanted
+
+
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_as_detail)  # PEFT imports it, whatever the weights
 
 
 def _peft(rank: int) -> Any:  # PEFT, of an optional package

@@ -11,19 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.train.config import OptimizerConfig
+from lowbit.train.rounding import RoundingAdamW
+
+Named = Iterable[tuple[str, nn.Parameter]]
+"""Parameters by their names in the whole model; copies of one have the same name."""
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Make AdamW with `parameter_groups`: PyTorch's fused one, or torchao's if states have 8 bits."""
+def make_optimizer(parameters: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Make AdamW with `parameter_groups`: PyTorch's fused one, or torchao's if states have 8 bits.
+
+    If weights are bfloat16, it is `RoundingAdamW`.
+    """
+    groups = parameter_groups(parameters := list(parameters), config)
+    if any(p.dtype == torch.bfloat16 for group in groups for _, p in group["params"]):
+        zeros = zeros_8bit if config.states == "8bit" else None
+        return RoundingAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, zeros=zeros)
     if config.states == "8bit":
         return eight_bit_adamw(parameters, config)
-    groups = parameter_groups(parameters, config)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
-def eight_bit_adamw(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, compiled: bool = False
-) -> torch.optim.Optimizer:
+def eight_bit_adamw(parameters: Named, config: OptimizerConfig, *, compiled: bool = False) -> torch.optim.Optimizer:
     """Make torchao's AdamW with 8-bit states.
 
     `compiled`: compile it on a CPU too, if there is a C++ compiler: four times as fast, but takes extra memory.
@@ -32,7 +40,7 @@ def eight_bit_adamw(
 
     groups = parameter_groups(parameters, config)
     adamw = torchao.optim.AdamW8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-    if not groups[0]["params"][0].is_cuda and not (compiled and shutil.which(os.environ.get("CXX", "g++"))):
+    if not groups[0]["params"][0][1].is_cuda and not (compiled and shutil.which(os.environ.get("CXX", "g++"))):
         step = adamw.step
 
         def eager(*args: Any, **kwargs: Any) -> Any:
@@ -41,6 +49,15 @@ def eight_bit_adamw(
 
         adamw.step = eager
     return adamw
+
+
+def zeros_8bit(parameter: Tensor, signed: bool) -> Tensor:
+    """Make an 8-bit state of zeros; in float32 for the parameters for which torchao does so."""
+    from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
+
+    if parameter.numel() < 4096 or parameter.numel() % 256:
+        return torch.zeros_like(parameter, dtype=torch.float32)
+    return OptimState8bit.zeros(parameter.shape, signed, 256, parameter.device, torch.float32)
 
 
 def check_torchao() -> None:
@@ -67,12 +84,12 @@ def state_of(parts: Mapping[str, Tensor]) -> Tensor:
     return OptimState8bit(codes, scale, table, signed=bool((table < 0).any()))
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(parameters: Named, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Group matrices, which decay, and vectors (norms, biases), which do not; empty groups are left out."""
     parameters = list(parameters)
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [pair for pair in parameters if pair[1].dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [pair for pair in parameters if pair[1].dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -105,7 +122,7 @@ def squared_norm(gradients: Iterable[Tensor]) -> float:
     Each tensor's norm is float32, and the squares are added in float64: the sum over the stages of a pipeline, in any
     order, differs from the whole model's by at most the last of 53 bits.
     """
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
 

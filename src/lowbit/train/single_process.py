@@ -1,6 +1,6 @@
 """Train a whole model in one process: the recipe of `lowbit train` without ranks, for measurements and tests."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from lowbit.train.answers import Answers
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.data import Order, Windows
 from lowbit.train.model import next_token_loss
-from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
+from lowbit.train.optim import Named, learning_rate, make_optimizer, set_learning_rate
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Computes the mean loss of samples from inputs and targets: int64 (samples, sequence) each."""
@@ -55,7 +55,7 @@ def train_single_process(
     samples: int = 0,
     autocast: torch.dtype | None = None,
     gradients: PlainGradients | None = None,
-    make: Callable[[Iterable[nn.Parameter], OptimizerConfig], torch.optim.Optimizer] = make_optimizer,
+    make: Callable[[Named, OptimizerConfig], torch.optim.Optimizer] = make_optimizer,
     before_step: Callable[[int, Tensor], None] | None = None,
     after_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:
@@ -75,7 +75,7 @@ def train_single_process(
         The training loss of every step, in nats per token.
     """
     order = Order(samples=min(samples or len(windows), len(windows)), batch=batch, seed=seed)
-    adamw = make(model.parameters(), optimizer)
+    adamw = make(model.named_parameters(), optimizer)
     gradients = gradients or PlainGradients(model)
     loss = partial(model_loss, model, autocast=autocast)
     losses: list[float] = []

@@ -95,7 +95,8 @@ class Trainer:
         self._lost = Work()  # of this rank in steps that were repeated
         second = self.tied.copies[1:]  # another copy on this rank, which norms do not count
         self.counted = [p for p, _ in owned if not any(p is copy for copy in second)]
-        self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
+        named = [(m.aliases.get(name := m.names[p], name), p) for p, m in owned]
+        self.optimizer = optim.make_optimizer(named, self.config.optimizer)
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=seed_of(self.config))
         # Peak of saved activations, equal in every step: on the rank with most, and on this one.
         self._saved_bytes: int | None = None

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.config import ConfigError
@@ -45,6 +45,8 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
             module.support_avx512bf16_for_cpu = False
     if config.lora.rank:
         add_adapters(built, config)
+        if autocast is not None and not config.lora.dropout:
+            _share_inputs(built)
     return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
 
 
@@ -73,6 +75,16 @@ def load_share(
         quantization_config=quantized, **placed,
     )  # fmt: skip
     return built
+
+
+def _share_inputs(model: nn.Module) -> None:
+    """Let adapters save the inputs of their layers as they are.
+
+    PEFT converts them to float32, and autocast that to bfloat16: a copy each for queries, keys, values and gates.
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False  # pyright: ignore[reportArgumentType]
 
 
 def weights_of(config: TrainConfig, autocast: torch.dtype | None) -> str:

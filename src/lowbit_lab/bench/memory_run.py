@@ -109,7 +109,7 @@ class Updates:
         eight = in_8_bits(method)
         self.storage = GradientStorage(model) if "gradients" in eight else None
         make = eight_bit_adamw if "optimizer" in eight else make_optimizer
-        self.optimizer = make(model.parameters(), config)
+        self.optimizer = make(model.named_parameters(), config)
 
     def step(self, microbatches: int) -> None:
         """Take a step with the mean of the gradients, and delete them."""
