@@ -1,6 +1,7 @@
 """Real processes for tests of several ranks: started once, talking over real sockets, used by many tests."""
 
 import contextlib
+import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -159,6 +160,8 @@ def _outcome(function: Callable[..., Any], args: Any, rank: int, ranks: int, sto
             outcome = function(*args)
     except Exception as error:
         outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
+        error.__traceback__ = None
+        gc.collect()  # closes connections that only a cycle keeps, as the end of a rank's process does
     if leaked := _restore(before):
         return Failure("Leak", f"{function.__name__} left {leaked} changed for later tests: use mock.patch.object")
     return outcome

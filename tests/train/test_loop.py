@@ -49,6 +49,8 @@ def test_a_pipeline_has_the_losses_of_a_single_process(
     # Gradients of the two copies add up in another order; without AVX2, products may differ in the last bit.
     if model.get("family") == "gpt2" or "tied" in model or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         alone = pytest.approx(alone, rel=1e-6)
+    else:  # an evaluation passes parts of a batch on, and products of parts may round by their address
+        alone = [*alone[:-1], pytest.approx(alone[-1], rel=1e-6)]
     assert ranks.run(losses, config, timeout=LIMIT) == [alone, alone]
 
 

@@ -46,7 +46,7 @@ def by_peft(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(config.run.seed)
     adapters = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters).train()
-    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optimizer)
+    optimizer = make_optimizer([pair for pair in model.named_parameters() if pair[1].requires_grad], config.optimizer)
     windows, found = load_data(config.data).train, []
     order = Order(samples=len(windows), batch=config.data.batch, seed=config.run.seed)
     for step in range(config.run.steps):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lowbit.terminal import one_line
 from lowbit.wire.errors import PeerError
 from lowbit.wire.pytorch import default_group, rank_names
 from lowbit.wire.tags import LAYOUTS, PIPELINES, tag
@@ -162,7 +163,7 @@ def _tensor(stated: Any) -> Tensor:
         ):
             layout = _dense(shape, stride, _DTYPES[dtype]).requires_grad_(grad)
             return layout.as_subclass(Constant) if constant else layout
-    raise ValueError(f"{str(stated)[:200]!r} is not the layout of a tensor")
+    raise ValueError(f"{one_line(str(stated), 200)} is not the layout of a tensor")
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:

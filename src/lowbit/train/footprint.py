@@ -25,7 +25,7 @@ from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.cut import Share, attention_of, class_for, parts_of, whole_class
 from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, add_adapters, hugging_face_config, next_token_loss, targets_of
-from lowbit.train.weights import weights_of
+from lowbit.train.weights import share_inputs, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -351,6 +351,7 @@ class _Sample:
             self.autocast = None
         if config.lora.rank:
             add_adapters(self.model, config)
+            share_inputs(self.model, config, autocast)
         self.model.train()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:

@@ -45,8 +45,7 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
             module.support_avx512bf16_for_cpu = False
     if config.lora.rank:
         add_adapters(built, config)
-        if autocast is not None and not config.lora.dropout:
-            _share_inputs(built)
+        share_inputs(built, config, autocast)
     return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
 
 
@@ -67,8 +66,8 @@ def load_share(
     # Whatever its configuration says, Transformers ties no weights that differ in the file.
     if len(tied) == 2 and not same_tensors(folder, *tied.values()):
         exact.tie_word_embeddings = False
-    elif len(tied) == 1 and "embed" not in next(iter(tied)) and share.first:
-        share = replace(share, last=True)  # the file has the output matrix only, which is the embedding
+    elif len(tied) == 1 and next(iter(tied)).count(".") == 1 and share.first:
+        share = replace(share, last=True)  # the file has only the output matrix, outside the decoder: the embedding
     placed: dict[str, Any] = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
     built, _ = load(
         class_for(exact, share), folder, key, config=exact, attn_implementation=attention_of(exact), dtype=dtype,
@@ -77,11 +76,13 @@ def load_share(
     return built
 
 
-def _share_inputs(model: nn.Module) -> None:
-    """Let adapters save the inputs of their layers as they are.
+def share_inputs(model: nn.Module, config: TrainConfig, autocast: torch.dtype | None) -> None:
+    """Let adapters without dropout save the inputs of their layers as they are, if autocast converts them.
 
     PEFT converts them to float32, and autocast that to bfloat16: a copy each for queries, keys, values and gates.
     """
+    if autocast is None or config.lora.dropout:
+        return
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False  # pyright: ignore[reportArgumentType]
