@@ -4,6 +4,9 @@ No rank holds more than its share: modules of other stages exist on the meta dev
 drawn, one at a time.
 """
 
+import contextlib
+import ctypes
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +25,28 @@ _RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 _CONSTANT = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
 
 
+_MMAP_THRESHOLD, _LOADING, _USUAL = -3, 1 << 20, 32 << 20  # of glibc's mallopt; the last is what it reaches by itself
+_MALLOC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None  # glibc only
+
+
+@contextlib.contextmanager
+def _returned_memory() -> Iterator[None]:
+    """Give the memory of each large tensor that is freed in the `with` block back to the system.
+
+    Otherwise glibc keeps it, in pieces that the next tensor does not fit into: a rank that quantizes its weights ends
+    with several times their size.
+    """
+    if _MALLOC is not None:
+        _MALLOC.mallopt(_MMAP_THRESHOLD, _LOADING)
+    try:
+        yield
+    finally:
+        if _MALLOC is not None:
+            _MALLOC.mallopt(_MMAP_THRESHOLD, _USUAL)
+            _MALLOC.malloc_trim(0)
+
+
+@_returned_memory()
 def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.device, autocast: Any) -> Any:
     """Build a rank's share of a run's model, with adapters if it has any, in training mode on its device.
 
