@@ -45,7 +45,8 @@ def _compare(config: TrainConfig, folder: Path, large: set[str]) -> Summary:
     with SlowLink(hosts=config.ranks, rate_mbit=None) as link:
         counted = sum(train_on_hosts(config, link, folder))
     summary, steps = read_summary(output / "summary.json"), read_metrics(output / "metrics.jsonl")
-    assert summary.bytes_sent == pytest.approx(counted, rel=0.03), (counted, summary.parts)
+    store = 15_000 * config.ranks  # what ranks say through the store before they train, which is not counted
+    assert summary.bytes_sent == pytest.approx(counted - store, rel=0.03), (counted, summary.parts)
     assert {name for name, nbytes in summary.parts.items() if nbytes > 0.04 * counted} >= large, summary.parts
     for line in steps:  # each rank has a machine of its own
         assert sum(line["links"].values()) == line["bytes_sent"] == sum(line["parts"].values())
