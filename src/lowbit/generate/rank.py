@@ -21,11 +21,12 @@ from lowbit.terminal import print_pairs
 from lowbit.train.answers import Answers, Encoded
 from lowbit.train.config import DataConfig, PipelineConfig, RunConfig, TrainConfig
 from lowbit.train.cut import MIXES_SAMPLES, Share
-from lowbit.train.device import threads_per_rank
+from lowbit.train.device import choose_autocast, threads_per_rank
 from lowbit.train.evaluate import HeldOutEvaluation
 from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule
 from lowbit.train.weights import load_share
+from lowbit.train.widened import widen_
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import secret_facts
 from lowbit.wire.messages import gather_json
@@ -130,6 +131,8 @@ class Answering:
             prepared.base, prepared.exact, Share(layers=frozenset(held), first=first, last=last), dtype=prepared.dtype,
             quantized=prepared.quantized, device=prepared.device, key="folder",
         )  # fmt: skip
+        if prepared.dtype == torch.bfloat16 and choose_autocast("auto", prepared.device) is None:
+            widen_(built)
         if prepared.adapters is not None:
             folder, config = prepared.adapters
             add_adapters(built, config, folder)

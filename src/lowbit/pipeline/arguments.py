@@ -113,7 +113,10 @@ def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
 def dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype in which a model computes, whatever that of its 4-bit weights and adapters.
 
-    Transformers keeps some weights in float32, such as those of routers.
+    Transformers keeps some weights in float32, such as those of routers. A model with an attribute `compute_dtype`
+    says so itself.
     """
+    if (own := getattr(model, "compute_dtype", None)) is not None:
+        return own
     own = {p.dtype for name, p in model.named_parameters() if p.is_floating_point() and ".lora_" not in name}
     return min(own, key=lambda dtype: dtype.itemsize)

@@ -312,7 +312,7 @@ class RunConfig:
     """Backend for messages between GPUs: gloo for slow networks, nccl for fast ones. auto: NCCL within a machine,
     otherwise Gloo."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
+    """Data type of matrix products; weights keep theirs. auto: bf16 where the device supports it."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """PyTorch threads of each rank. 0: the cores that a process may use, divided by the machine's ranks."""
     connections: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = "auto"

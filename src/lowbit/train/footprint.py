@@ -26,6 +26,7 @@ from lowbit.train.cut import Share, attention_of, class_for, parts_of, whole_cla
 from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, add_adapters, hugging_face_config, next_token_loss, targets_of
 from lowbit.train.weights import share_inputs, weights_of
+from lowbit.train.widened import widen_
 
 log = logging.getLogger(__name__)
 
@@ -349,6 +350,9 @@ class _Sample:
         self.model.to(self.dtype)
         if self.double == 2:
             self.autocast = None
+        widened = autocast is None and not wide and not experts and config.lora.rank > 0
+        if widened:
+            widen_(self.model)
         if config.lora.rank:
             add_adapters(self.model, config)
             share_inputs(self.model, config, autocast)
@@ -360,7 +364,9 @@ class _Sample:
         # Products with quantized weights make them whole, one matrix at a time.
         embedding = self.model.get_input_embeddings().weight.numel()
         quantized = _quantized(config, whole.config)[0] > 0
-        self.whole = 2 * max((count for count in matrices if count != embedding), default=0) * quantized
+        self.whole = (
+            (4 if widened else 2) * max((count for count in matrices if count != embedding), default=0) * quantized
+        )
 
     def __call__(self, *layers: int, first: bool = False, last: bool = False) -> tuple[Line, Line]:
         """Return the bytes held after a forward, and the most beyond them."""

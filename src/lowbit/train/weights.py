@@ -20,6 +20,7 @@ from lowbit.train.config import TrainConfig
 from lowbit.train.cut import Share, attention_of, class_for, whole_class
 from lowbit.train.model import add_adapters, hugging_face_config
 from lowbit.train.pretrained import check_weights, load, read_config, same_tensors
+from lowbit.train.widened import widen_
 
 _RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 _CONSTANT = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
@@ -51,7 +52,8 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
     """Build a rank's share of a run's model, with adapters if it has any, in training mode on its device.
 
     Args:
-        vocab: entries of the embedding. autocast: dtype of matrix products; None: that of the weights.
+        vocab: entries of the embedding. autocast: dtype of matrix products; None: float32 for frozen weights, that of
+            the weights for trained ones.
 
     Raises:
         ConfigError: the folder cannot be loaded, or a package is missing.
@@ -69,6 +71,8 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     if config.lora.rank:
+        if dtype == torch.bfloat16 and autocast is None:
+            widen_(built)
         add_adapters(built, config)
         share_inputs(built, config, autocast)
     return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
