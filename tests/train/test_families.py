@@ -3,6 +3,7 @@
 Sizes are tiny, and whatever scales, caps, shares or skips something differs from its neutral value.
 """
 
+import copy
 import itertools
 import json
 import re
@@ -29,6 +30,7 @@ from lowbit.train.model import (
     save_config,
 )
 from lowbit.train.weights import build_share
+from lowbit.train.widened import widen_
 
 QUICK = ("afmoe", "cohere2_moe", "gemma2", "glm_moe_dsa", "granite", "longcat_flash", "starcoder2")
 EVERY = sorted(CUT)
@@ -203,12 +205,27 @@ def _check_loading(model: Any, folder: Path) -> None:
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
 
 
+def _check_widened(model: Any) -> None:
+    """Compare frozen weights in bfloat16 whose products are computed in float32 with the same ones in float32."""
+    narrow = copy.deepcopy(model).bfloat16().requires_grad_(False).eval()
+    wide = copy.deepcopy(narrow).float()
+    experts = any("experts" in name for name, _ in model.named_parameters())
+    widen_(narrow)
+    assert hasattr(narrow, "compute_dtype") or experts
+    if hasattr(narrow, "compute_dtype"):
+        inputs = [wide.get_input_embeddings()(IDS).detach().requires_grad_() for _ in range(2)]
+        for each, x in zip((wide, narrow), inputs, strict=True):
+            _loss(each(inputs_embeds=x, use_cache=False).logits).backward()
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in EVERY])
 def test_stages_compute_and_load_what_the_whole_model_has(tmp_path, kind: str):
     model = _model(_config(kind))
     _check_cuts(model)
     assert _mixes_samples(model) == (kind in MIXES_SAMPLES)
     _check_loading(model, tmp_path)
+    _check_widened(model)
 
 
 @pytest.mark.parametrize("kind", sorted(NOT_CUT))

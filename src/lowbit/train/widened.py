@@ -25,7 +25,8 @@ def widen_(model: nn.Module) -> None:
     """
     from transformers.pytorch_utils import Conv1D
 
-    if any(parameter.dim() > 2 and parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+    others = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+    if any(p.dim() > 2 and p.dtype == torch.bfloat16 for module in others for p in module.parameters(recurse=False)):
         log.warning("experts in bfloat16 are computed in bfloat16, which processors without it emulate slowly")
         return
     for module in model.modules():
@@ -37,9 +38,10 @@ def widen_(model: nn.Module) -> None:
             module.forward = MethodType(_linear, module)
         elif isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _module, _inputs, output: output.float())
-        elif not isinstance(module, nn.Linear):  # those are in 8 bits
+        else:
             for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.float()
+                if parameter.dtype == torch.bfloat16:  # not 8 bits
+                    parameter.data = parameter.data.float()
     model.compute_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
