@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.qlora import by_peft
 from lowbit.config import ConfigError
 from lowbit.train import TrainConfig, train
 from lowbit.train.checkpoints.manifest import step_name
-from lowbit.train.data import Order, load_data
 from lowbit.train.metrics import read_metrics
-from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
 from tests.refused import refused
@@ -28,33 +27,6 @@ def adapted(folder: Path, family: str = "llama", **sections: dict[str, Any]) -> 
     return answering(folder, model=model, lora=lora, **sections)
 
 
-def by_peft(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same run by PEFT and PyTorch alone, in one process: the loss of every step, and the adapters."""
-    torch.manual_seed(config.run.seed)
-    model = AutoModelForCausalLM.from_pretrained(config.model.pretrained, attn_implementation="sdpa")
-    torch.manual_seed(config.run.seed)
-    adapters = peft.LoraConfig(
-        r=config.lora.rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM",
-        fan_in_fan_out=model.config.model_type == "gpt2",
-    )  # fmt: skip
-    model = peft.get_peft_model(model, adapters)
-    optimizer = make_optimizer([pair for pair in model.named_parameters() if pair[1].requires_grad], config.optimizer)
-    windows, found = load_data(config.data).train, []
-    order = Order(samples=len(windows), batch=config.data.batch, seed=config.run.seed)
-    for step in range(config.run.steps):
-        ids = order.ids(step)
-        inputs, targets = windows.batch(ids)
-        logits = model(input_ids=inputs, position_ids=windows.positions(ids), use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        set_learning_rate(optimizer, learning_rate(config.optimizer, step=step, steps=config.run.steps))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found, peft.get_peft_model_state_dict(model)
-
-
 V_SHAPED = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
 
 
@@ -63,7 +35,7 @@ def test_a_pipeline_trains_the_adapters_that_peft_does(
     ranks: Ranks, tmp_path: Path, family: str, pipeline: dict[str, Any]
 ):
     config = adapted(tmp_path, family, pipeline=pipeline, run={"save_model": True, "steps": 4}, data={"batch": 4})
-    expected, adapters = by_peft(config)
+    expected, (*_, adapters) = zip(*by_peft(config), strict=True)
     assert ranks.run(losses, config)[0][:-1] == pytest.approx(expected, rel=1e-5)
     folder = tmp_path / "run" / "model"
     saved = load_file(folder / "adapter_model.safetensors")

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from benchmarks.qlora import by_peft
 from lowbit.config import ConfigError
 from lowbit.train import TrainConfig
-from lowbit.train.data import Order, load_data
-from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
 from tests.refused import refused
@@ -37,44 +36,12 @@ def quantized(folder: Path, kind: str, **sections: dict[str, Any]) -> TrainConfi
     return answering(folder, model=model, lora={"rank": 4}, data={"batch": 4}, run=run, **sections)
 
 
-def by_peft(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same run in one process: the loss of every step, and the adapters."""
-    bits = BitsAndBytesConfig(**KINDS[config.model.weights or ""])
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        config.model.pretrained, dtype=torch.bfloat16, quantization_config=bits, attn_implementation="sdpa"
-    )
-    torch.manual_seed(config.run.seed)
-    adapters = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, adapters).train()
-    optimizer = make_optimizer([pair for pair in model.named_parameters() if pair[1].requires_grad], config.optimizer)
-    windows, found = load_data(config.data).train, []
-    order = Order(samples=len(windows), batch=config.data.batch, seed=config.run.seed)
-    for step in range(config.run.steps):
-        ids = order.ids(step)
-        inputs, targets = windows.batch(ids)
-        for rows in torch.arange(len(ids)).chunk(config.pipeline.microbatches):  # products round by their sizes
-            positions = windows.positions(ids)
-            rest = {} if positions is None else {"position_ids": positions[rows]}
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = model(input_ids=inputs[rows], use_cache=False, **rest).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), targets[rows].flatten(), reduction="sum"
-            )
-            loss = loss / (targets >= 0).sum()
-            loss.backward()
-            found += [0.0] if rows[0] == 0 else []
-            found[-1] += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        set_learning_rate(optimizer, learning_rate(config.optimizer, step=step, steps=config.run.steps))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, peft.get_peft_model_state_dict(model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pipeline_trains_the_adapters_that_peft_and_bitsandbytes_do(ranks: Ranks, tmp_path: Path, kind: str):
-    config = quantized(tmp_path, kind, run={"precision": "bf16"})
-    expected, adapters = by_peft(config)
+@pytest.mark.parametrize(("kind", "precision"), [("nf4", "bf16"), ("nf4", "fp32"), ("int8", "bf16")])
+def test_a_pipeline_trains_the_adapters_that_peft_and_bitsandbytes_do(
+    ranks: Ranks, tmp_path: Path, kind: str, precision: str
+):
+    config = quantized(tmp_path, kind, run={"precision": precision})
+    expected, (*_, adapters) = zip(*by_peft(config), strict=True)
     assert ranks.run(losses, config)[0][:-1] == pytest.approx(expected, abs=2e-4)
     saved = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
     assert saved.keys() == adapters.keys()
