@@ -182,7 +182,7 @@ def exported(folder: Path, dtype: torch.dtype | None = None, change: Any = None,
         with limits, on_the_way(2, change or (lambda count, message: None)):
             files = export.Export([module], messages, dtype, adapters=False)
             if rank == 0:
-                files.reserve(folder, "model")
+                files.reserve(folder)
             files.write()
     except DamagedError as error:
         return str(error), error.rank

@@ -360,9 +360,11 @@ class RunConfig:
     """Number of steps that `trace` records, after the warm-up."""
     save_model: bool = True
     """Save the trained model at the end."""
+    save_merged: bool = False
+    """Also save, as `merged`, the whole model with the adapters merged into the weights of `model.pretrained`."""
     save_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Data type of the saved weights. If omitted, that of the files of `model.pretrained`, or fp32. Adapters are always
-    saved in fp32."""
+    """Data type of the saved weights. If omitted, that of the files of `model.pretrained` (bf16 if those are in 4 or 8
+    bits), or fp32. Adapters alone are always saved in fp32."""
 
     def __post_init__(self) -> None:
         if self.allow_change and not (self.resume or self.supervise):
@@ -400,6 +402,11 @@ class TrainConfig:
         if self.lora.rank and not self.model.pretrained:
             raise ConfigError(
                 f"lora.rank is {self.lora.rank} and model.pretrained is empty; allowed: with model.pretrained only"
+            )
+        if self.run.save_merged and not (self.lora.rank and self.run.save_model):
+            raise ConfigError(
+                f"run.save_merged is true, lora.rank is {self.lora.rank} and run.save_model is {self.run.save_model}; "
+                "allowed: with adapters that are saved"
             )
         if self.model.weights in ("int8", "nf4") and not self.lora.rank:
             raise ConfigError(

@@ -7,7 +7,7 @@ each piece to its place in them.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, zip_longest
 from math import prod
 from pathlib import Path
@@ -37,7 +37,11 @@ def export_dtype(config: TrainConfig) -> torch.dtype | None:
     bytes_by_dtype = Counter[str]()
     for shape, dtype in stored:
         bytes_by_dtype[dtype] += prod(shape)
-    name = bytes_by_dtype.most_common(1)[0][0]
+    return dtype_named(bytes_by_dtype.most_common(1)[0][0])
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of a weight as `check_files` names it."""
     return DTYPES.get(name) or getattr(torch, name.removeprefix("torch."))
 
 
@@ -60,17 +64,21 @@ class Export:
     The last stage's copy of a tied embedding, equal to the first's, is left out.
 
     Args:
-        modules: of this rank. messages: between the ranks of the pipeline; None: this rank is the only one.
+        modules: of this rank; they are gone through twice. messages: between the ranks of the pipeline; None: this
+            rank is the only one.
         dtype: of the weights in the files; None: as they are trained. adapters: the weights are adapters.
+        finish: called with each module before its weights are written, and not before their names are.
 
     Raises:
         PeerError: a rank ended or does not answer. ValueError: a rank describes weights that it cannot have.
     """
 
     def __init__(
-        self, modules: Iterable[StageModule], messages: Messages | None, dtype: torch.dtype | None, *, adapters: bool
-    ) -> None:
-        self._modules, self._messages, self._dtype, self._adapters = list(modules), messages, dtype, adapters
+        self, modules: Iterable[StageModule], messages: Messages | None, dtype: torch.dtype | None, *, adapters: bool,
+        finish: Callable[[StageModule], None] = lambda module: None,
+    ) -> None:  # fmt: skip
+        self._modules, self._messages, self._dtype, self._adapters = modules, messages, dtype, adapters
+        self._finish = finish
         own = [Weight(name, tuple(x.shape), _NAMES[x.dtype]) for name, x in self._stored(meta=True)]
         self._weights: list[list[Weight]] = [own]
         self._files: dict[str, tuple[int, int]] = {}  # file descriptor and first byte, by the weight's name
@@ -86,8 +94,9 @@ class Export:
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two ranks of the pipeline have {twice}; allowed: each weight on one rank")
 
-    def reserve(self, folder: Path, stem: str) -> None:
+    def reserve(self, folder: Path) -> None:
         """Make the files on rank 0, as large as they will be. Raises OSError: for example, the disk is too small."""
+        stem = "adapter_model" if self._adapters else "model"
         shards = _shards(sorted(weight for weights in self._weights for weight in weights))
         paths = [f"{stem}.safetensors"]
         if len(shards) > 1:
@@ -98,7 +107,7 @@ class Export:
             (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         for path, shard in zip(paths, shards, strict=True):
             header, offsets, size = header_of({w.name: (w.dtype, w.shape) for w in shard}, {"format": "pt"})
-            file = os.open(folder / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            file = os.open(folder / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             self._files |= {name: (file, start) for name, start in offsets.items()}
             os.posix_fallocate(file, 0, size)
             os.pwrite(file, header, 0)
@@ -154,6 +163,8 @@ class Export:
     def _stored(self, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield trained weights as files have them, in which experts may be apart; `meta`: without their data."""
         for module in self._modules:
+            if not meta:
+                self._finish(module)
             named = [(name, p.detach()) for p, name in module.names.items() if p.requires_grad or not self._adapters]
             named = [(name, p.to("meta") if meta else p) for name, p in named if name not in module.aliases]
             if self._adapters:  # as PEFT names them

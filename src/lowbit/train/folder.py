@@ -27,7 +27,7 @@ log = terminal.logger(__name__)
 MARK = "lowbit-run.jsonl"
 FILES = ("metrics.jsonl", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html")
 IN_USE = "run.output {!r} is in use by {}; allowed: another folder, or to wait until it has ended"
-_FOLDERS = (FOLDER, "tensorboard", "trace", "model")
+_FOLDERS = (FOLDER, "tensorboard", "trace", "model", "merged")
 _KEPT = "cache/"  # files there depend on text and tokenizer only, and are named by a digest of both
 _PATIENCE_SECONDS = 5.0  # for the previous run to end: a process that was killed may take a moment
 _TURN_SECONDS = 0.1
@@ -147,6 +147,8 @@ def check_output(config: TrainConfig) -> None:
     if run.save_model:
         # Others, such as a tokenizer's files, would keep the model in its staging folder.
         files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
+    if run.save_merged:
+        files += ["merged/config.json", "merged/model.safetensors"]
     files += [each for each in _FOLDERS if (output / each).is_file()]
     if not run.resume:  # a resume may begin with shares that the user copied here
         shares = shares_newest_first(output / FOLDER)

@@ -37,6 +37,7 @@ from lowbit.train.folder import FILES, IN_USE, RunFolder
 from lowbit.train.identity import CHOSEN, layout_of, versions
 from lowbit.train.layout import Pair
 from lowbit.train.links import Connections
+from lowbit.train.merge import Merged
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summary, from_json, summarize
 from lowbit.train.model import save_adapter_config, save_companions, save_config
 from lowbit.train.prepare import prepare
@@ -323,18 +324,34 @@ class Run:
         atomic.write(self.output / "ranks.json", json.dumps(self.about, indent=1) + "\n")
 
     def _save_model(self) -> None:
-        """Write the trained model on rank 0, while the ranks of the first pipeline send it.
+        """Write the trained model, or its adapters, and on request the model with these merged in."""
+        trainer, adapters = self.trainer, bool(self.config.lora.rank)
+        dtype = export_dtype(self.config)
+
+        def describe(part: Path) -> None:
+            if adapters:
+                save_adapter_config(part, self.config)
+            else:
+                save_config(part, trainer.model_config, dtype or torch.float32)
+
+        self._export("model", partial(Export, trainer.modules.values(), dtype=dtype, adapters=adapters), describe)
+        if not self.config.run.save_merged:
+            return
+        tied = bool(trainer.model_config.tie_word_embeddings)
+        whole = Merged(self.config, trainer.layout, trainer.modules, tied=tied)
+        export = partial(Export, whole, dtype=whole.dtype, adapters=False, finish=whole.merge_)
+        self._export("merged", export, partial(save_config, config=whole.config, dtype=whole.dtype))
+
+    def _export(self, name: str, make_export: Callable[..., Export], describe: Callable[[Path], None]) -> None:
+        """Write a model into the folder `name` on rank 0, while the ranks of the first pipeline send it.
 
         Raises:
             TransientError: the disk is too small. The checkpoints are as they were.
         """
-        trainer, part = self.trainer, self.output / ".model.lowbit-part"
+        trainer, part = self.trainer, self.output / f".{name}.lowbit-part"
         export: Export | None = None
         if trainer.replicas.index == 0:
-            messages = self._messages("saving") if trainer.layout.ranks > 1 else None
-            export = Export(
-                trainer.modules.values(), messages, export_dtype(self.config), adapters=bool(self.config.lora.rank)
-            )
+            export = make_export(messages=self._messages("saving") if trainer.layout.ranks > 1 else None)
 
         def on_rank_0(work: Callable[[], None]) -> None:
             """Do what may take longer than the time limit, and raise its problem on all ranks."""
@@ -353,31 +370,29 @@ class Run:
             shutil.rmtree(part, ignore_errors=True)  # of an attempt that was ended
             part.mkdir()
             assert export is not None
-            export.reserve(part, "adapter_model" if self.config.lora.rank else "model")
+            export.reserve(part)
 
         try:
             on_rank_0(reserve)
             if export is not None:
                 export.write()
-            on_rank_0(partial(self._place_model, part))
+            on_rank_0(partial(self._place_model, part, name, describe))
         finally:
             if export is not None:
                 export.close()
+            if trainer.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
 
-    def _place_model(self, part: Path) -> None:
+    def _place_model(self, part: Path, name: str, describe: Callable[[Path], None]) -> None:
         """Write what belongs to the weights in `part`, and move all of it to where the model is found."""
-        if self.config.lora.rank:
-            save_adapter_config(part, self.config)
-        else:
-            save_config(part, self.trainer.model_config, export_dtype(self.config) or torch.float32)
+        describe(part)
         self.trainer.prepared.data.tokenizer.hugging_face().save_pretrained(part)
         save_companions(part, self.config, self.trainer.generation_config)
         names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
-        self.folder.note(*(f"model/{name}" for name in names))
-        for name in names:
-            (self.output / "model" / name).parent.mkdir(parents=True, exist_ok=True)
-            (part / name).replace(self.output / "model" / name)
-        shutil.rmtree(part)
+        self.folder.note(*(f"{name}/{each}" for each in names))
+        for each in names:
+            (self.output / name / each).parent.mkdir(parents=True, exist_ok=True)
+            (part / each).replace(self.output / name / each)
 
     def _open_recorder(self) -> Recorder | None:
         if self.trainer.rank != 0:

@@ -6,7 +6,7 @@ drawn, one at a time.
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -91,18 +91,30 @@ def load_share(
     Raises:
         ConfigError: the folder cannot be loaded, or a package is missing.
     """
+    return share_loader(folder, exact, dtype=dtype, quantized=quantized, device=device, key=key)(share)
+
+
+def share_loader(
+    folder: str, exact: Any, *, dtype: torch.dtype, quantized: Any, device: torch.device, key: str = "model.pretrained"
+) -> Callable[[Share], Any]:
+    """Return what reads shares of a folder's model as `load_share` does, and checks the folder only once."""
     tied = check_weights(folder, exact, key)
     # Whatever its configuration says, Transformers ties no weights that differ in the file.
     if len(tied) == 2 and not same_tensors(folder, *tied.values()):
         exact.tie_word_embeddings = False
-    elif len(tied) == 1 and next(iter(tied)).count(".") == 1 and share.first:
-        share = replace(share, last=True)  # the file has only the output matrix, outside the decoder: the embedding
+    only_output = len(tied) == 1 and next(iter(tied)).count(".") == 1  # in the file, outside the decoder
     placed: dict[str, Any] = {"device_map": {"": device}} if quantized is not None or device.type != "cpu" else {}
-    built, _ = load(
-        class_for(exact, share), folder, key, config=exact, attn_implementation=attention_of(exact), dtype=dtype,
-        quantization_config=quantized, **placed,
-    )  # fmt: skip
-    return built
+
+    def read(share: Share) -> Any:
+        if only_output and share.first:
+            share = replace(share, last=True)  # it is the embedding
+        built, _ = load(
+            class_for(exact, share), folder, key, config=exact, attn_implementation=attention_of(exact), dtype=dtype,
+            quantization_config=quantized, **placed,
+        )  # fmt: skip
+        return built
+
+    return read
 
 
 def share_inputs(model: nn.Module, config: TrainConfig, autocast: torch.dtype | None) -> None:
