@@ -113,6 +113,18 @@ class Hostile:
 
 PLAIN = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
 MORE = [{"id": 256 + i, "content": f"<{i}>", **PLAIN} for i in range(8)]
+BITS = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}
+
+
+def entry(start: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [1], "data_offsets": [start, end]}
+
+
+def headed(header: Any, nbytes: int) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(nbytes)
+
+
 NO_JSON, SHORT = "config.json is not JSON: ", "is cut short or cannot be read: it has "
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "No such file or directory; allowed: a folder with a saved"),
@@ -136,6 +148,19 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown architecture": (config(model_type="mine", auto_map=CODE), "a model of type 'mine', which cannot be cut"),
     "architecture a list": (config(model_type=["llama"]), "a model of type ['llama'], which cannot be cut"),
     "quantized": (config(quantization_config={"quant_method": "gptq"}), "is quantized (gptq); allowed: bitsandbytes"),
+    "quantized by a list": (config(quantization_config=[1]), "which is quantized ([1]); allowed: bitsandbytes"),
+    "quantized by nobody": (config(quantization_config={}), "which is quantized (None); allowed: bitsandbytes"),
+    "quantized by 7": (config(quantization_config={"quant_method": ["x"]}), "is quantized (['x']); allowed: "),
+    "quantized to no bits": (config(quantization_config=BITS), "load_in_4bit False and load_in_8bit False; "),
+    "quantized to text": (config(quantization_config=BITS | {"load_in_4bit": "x"}), "has load_in_4bit 'x' and"),
+    "quantized to type 7": (
+        config(quantization_config=BITS | {"load_in_4bit": True, "bnb_4bit_quant_type": 7}), "bnb_4bit_quant_type 7; "
+    ),
+    "quantized, weights are not": (config(quantization_config=BITS | {"load_in_4bit": True}), "4 or 8 bits"),
+    "adapters": (
+        lambda f: [shutil.rmtree(f), f.mkdir(), (f / "adapter_config.json").write_text("{}")],
+        "holds adapters, not a model; allowed",
+    ),
     "generation not JSON": (write("generation_config.json", b"x"), "generation_config.json is not JSON: "),
     "generation invalid": (
         write("generation_config.json", b'{"watermarking_config": 3}'), "generation_config.json cannot be used: Attrib"
@@ -163,6 +188,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         write(WEIGHTS, struct.pack("<Q", 60) + b'{"x":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'.ljust(60)),
         SHORT,
     ),
+    "weights that overlap": (write(WEIGHTS, headed({"x": entry(0, 4), "y": entry(2, 6)}, 6)), SHORT),
+    "weights of type X": (write(WEIGHTS, headed({"x": entry(0, 4) | {"dtype": "X"}}, 4)), SHORT),
     "a shard is missing": (sharded, "which lacks model-00002-of-00002.safetensors of 2 files"),
     "index a list": (with_index([]), "model.safetensors.index.json cannot be used: "),
     "index to elsewhere": (with_index({"weight_map": {"x": "../../secret"}}), "names of files in the same folder"),
@@ -272,7 +299,7 @@ def test_a_name_of_the_hub_says_how_to_download_it(command: str, tmp_path: Path,
     assert result.stderr.count("\n") == 1
 
 
-OTHERS = ["evaluate", "calibrate", "plan memory --budget 1gb --model.pretrained", "bench spectrum",
+OTHERS = ["evaluate", "calibrate", "generate --prompt x", "plan memory --budget 1gb --model.pretrained", "bench spectrum",
           "bench generation --link unlimited --pretrained"]  # fmt: skip
 
 

@@ -172,6 +172,8 @@ class Train(Config):
                 return
             if os.environ.get("RANK", "0") == "0":
                 print_pairs(_lines(outcome, Path(config.run.output) / PAGE))
+                if config.run.save_merged:
+                    print_pairs([("merged model", str(Path(config.run.output) / "merged"))])
             elif "LOCAL_RANK" not in os.environ:  # somebody started this rank, and waits for its last line
                 print("finished; the results are on rank 0's machine")
 

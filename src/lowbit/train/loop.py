@@ -360,8 +360,11 @@ class Run:
                 try:
                     work()
                     return ""
-                except OSError as error:
-                    return f"rank 0 cannot write the model, {part}: {error.strerror or error}; checkpoints stay"
+                except Exception as error:
+                    if not isinstance(error, OSError) and "(os error " not in str(error):  # the package tokenizers'
+                        raise
+                    why = getattr(error, "strerror", None) or error
+                    return f"rank 0 cannot write the model, {part}: {why}; checkpoints stay"
 
             if problem := together(attempt if trainer.rank == 0 else str, trainer.side)[0]:
                 raise TransientError(problem)

@@ -60,6 +60,8 @@ _Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, 
 def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
     """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors."""
     given, path = f"{key} is {folder!r}", Path(folder) / "config.json"
+    if (path.parent / "adapter_config.json").is_file() and not path.is_file():
+        raise ConfigError(f"{given}, which holds adapters, not a model; allowed: the folder of their model")
     try:
         values = _read_object(given, path)
     except OSError as error:
@@ -77,16 +79,26 @@ def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
             f"gemma3_text and {len(CUT) - 3} others (docs/how-to/train.md)"
         )
     if quantized is not None:
-        how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        if how != "bitsandbytes":
-            raise ConfigError(
-                f"{given}, which is quantized ({how}); allowed: bitsandbytes, or weights in floating point"
-            )
+        _check_quantized(given, quantized)
     for name, most in SIZES.items():
         value = values.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
             raise ConfigError(f"{given}; {path} has {name} {value!r}; allowed: an integer from 1 to {most}")
     return values
+
+
+def _check_quantized(given: str, about: Any) -> None:
+    how = about.get("quant_method") if isinstance(about, dict) else about
+    if how != "bitsandbytes":
+        raise ConfigError(f"{given}, which is quantized ({how}); allowed: bitsandbytes, or weights in floating point")
+    bits = [about.get(f"load_in_{bits}bit", about.get(f"_load_in_{bits}bit", False)) for bits in (4, 8)]
+    if bits not in ([True, False], [False, True]):
+        raise ConfigError(
+            f"{given}; its quantization_config has load_in_4bit {bits[0]!r} and load_in_8bit {bits[1]!r}; "
+            "allowed: true for one of them"
+        )
+    if (kind := about.get("bnb_4bit_quant_type", "nf4")) not in ("nf4", "fp4"):
+        raise ConfigError(f"{given}; its quantization_config has bnb_4bit_quant_type {kind!r}; allowed: nf4, fp4")
 
 
 def _read_object(given: str, path: Path) -> dict[str, Any]:
