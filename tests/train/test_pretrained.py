@@ -299,8 +299,8 @@ def test_a_name_of_the_hub_says_how_to_download_it(command: str, tmp_path: Path,
     assert result.stderr.count("\n") == 1
 
 
-OTHERS = ["evaluate", "calibrate", "generate --prompt x", "plan memory --budget 1gb --model.pretrained", "bench spectrum",
-          "bench generation --link unlimited --pretrained"]  # fmt: skip
+OTHERS = ["evaluate", "calibrate", "generate --prompt x", "plan memory --budget 1gb --model.pretrained",
+          "bench spectrum", "bench generation --link unlimited --pretrained"]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", OTHERS)
