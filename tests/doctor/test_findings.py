@@ -1,14 +1,22 @@
 """What the page says about what the machines found."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lowbit.doctor.command import findings
-from lowbit.doctor.facts import Facts, Speed
+from lowbit.doctor.facts import Facts, Speed, facts
+from lowbit.doctor.facts import speed as measured_speed
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.survey import DROPPED, OPEN, MachineSurvey, Measured, SurveyedMachine, _named
+from lowbit.plan import sizes
+from lowbit.train import load
+from lowbit.train.fits import PROCESS_BYTES
+from lowbit.train.footprint import rank_peaks
+from lowbit.train.layout import make_layout
+from tests.train.runs import base
 
 ADDRESSES = "10.0.0.1", "10.0.0.2"
 
@@ -44,6 +52,7 @@ TO_BBR = {"better_mbit": 86.0, "way": "BBR"}
 TO_16 = {"better_mbit": 44.0, "way": "16 connections"}
 VPN = "connect the machines by a VPN"
 FAR = {"address": "172.16.4.4", "gloo_address": "172.16.4.4", "near": False}
+NEEDS = {"needs": (3e9, 5e9)}
 CONDITIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing": ({}, []),
     "almost three times": ({"links": {(0, 1): Measured(mbit=10, loss=0.02), (1, 0): Measured(mbit=29)}}, []),
@@ -76,6 +85,10 @@ CONDITIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "the first machine closed": (
         {"alone": "port 29400 cannot be reached from here", "facts": ({"meet_address": "10.0.0.1"},)},
         ["open the port there: sudo iptables -I INPUT -p tcp -s 10.0.0.1 --dport 29400 -j ACCEPT"],
+    ),
+    "little memory": (
+        {"facts": ({**NEEDS, "memory_bytes": 4e9}, {**NEEDS, "memory_bytes": 4e9, "weights": "nf4"})},
+        ["warning m1: its rank 1 will likely need 5.0 GB, with weights in nf4, and 4.0 GB of memory are free -> fewer"],
     ),
     "a wrong recipe": (
         {"facts": ({"recipe": "a.toml", "recipe_problem": "connections is 0; allowed: 1"}, {"recipe": "a.toml"})},
@@ -179,3 +192,28 @@ def test_machines_with_one_name_are_told_apart_and_both_lack_a_secret():
     first, second = said(found).splitlines()
     assert first.startswith("warning vm and vm-2: LOWBIT_SECRET is not set: anyone who can reach 10.0.0.1:29400 can")
     assert second.startswith("note vm-2: another machine has the same name, vm, so this page calls this one vm-2 -> ")
+
+
+def test_a_recipe_with_adapters_is_measured_as_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("bitsandbytes")
+    recipe = tmp_path / "run.toml"
+    lines = [f'pretrained = "{base(tmp_path, dim=64, ffn=128)}"', 'weights = "nf4"', "[lora]", "rank = 4"]
+    lines += ["[data]", f'text = "{tmp_path / "text.txt"}"', "sequence = 16", "batch = 4"]
+    recipe.write_text("\n".join(["[model]", *lines]))
+    settings = DoctorSettings(recipe=str(recipe), meet="127.0.0.1:29400", formats=("fp32",))
+    own = facts(settings)
+    assert (own.recipe_problem, own.weights, len(own.needs)) == ("", "nf4", 2)
+    config = load(recipe)
+    predicted = rank_peaks(config, make_layout(config.pipeline, ranks=2, layers=4), vocab=256, autocast=None)
+    assert own.needs == tuple(peak + PROCESS_BYTES["cpu"] for peak in predicted)
+    built: list[str] = []
+    build = sizes.build_share
+
+    def build_share(*args: Any, **options: Any) -> Any:
+        model = build(*args, **options)
+        built.extend(type(p).__name__ for p in model.parameters())
+        return model
+
+    monkeypatch.setattr(sizes, "build_share", build_share)
+    assert (found := measured_speed(settings)).layer_seconds > 0, found.problem
+    assert built.count("Params4bit") == 2 * 7, "the linear layers of two decoder layers"

@@ -122,7 +122,7 @@ def _versions(survey: MachineSurvey) -> Iterator[Finding]:
 
 def _recipes(survey: MachineSurvey) -> Iterator[Finding]:
     first = survey.machines[0].facts
-    for own in (machine.facts for machine in survey.machines.values()):
+    for rank, own in ((rank, machine.facts) for rank, machine in survey.machines.items()):
         if own.recipe_problem:
             fix = f"correct {own.recipe}, or copy it and its text from a machine where this is right"
             yield _stop(own.name, own.recipe_problem, fix)
@@ -130,6 +130,10 @@ def _recipes(survey: MachineSurvey) -> Iterator[Finding]:
             given, without = (own, first) if own.recipe else (first, own)
             what = f"it was started without a recipe, {given.name} with {given.recipe}: nothing is compared"
             yield _warn(without.name, what, f"lowbit doctor {given.recipe}")
+        if rank < len(own.needs) and own.gpus < 2 and own.needs[rank] > own.memory_bytes:
+            what = f"its rank {rank} will likely need {own.needs[rank] / 1e9:.1f} GB, with weights in {own.weights}"
+            fix = "fewer layers there (pipeline.layers), model.weights nf4 with lora.rank, or a shorter data.sequence"
+            yield _warn(own.name, f"{what}, and {own.memory_bytes / 1e9:.1f} GB of memory are free", fix)
         if own.settings and first.settings and own.settings != first.settings:
             keys = sorted(k for k in {*own.settings, *first.settings} if own.settings.get(k) != first.settings.get(k))
             some = ", ".join(f"{k} is {own.settings.get(k)} and {first.settings.get(k)}" for k in keys[:_MOST_KEYS])
@@ -342,11 +346,13 @@ def examine(settings: DoctorSettings) -> tuple[list[Row], bool]:
     def rate(link: Measured) -> float | None:  # that training will reach
         return max(link.mbit, link.better_mbit if auto else 0.0) or None
 
-    for machine in survey.machines.values():
+    for rank, machine in survey.machines.items():
         own = machine.facts
+        needs = own.needs[rank] if rank < len(own.needs) else None
         described = {each.name: getattr(own, each.name) for each in fields(Described)}
         described["address"] = own.gloo_address if own.gloo_address in machine.reached else own.address
-        machines.append({"kind": "machine", **described, **vars(machine.speed), "clock_ms": machine.clock_ms})
+        measured = {**vars(machine.speed), "clock_ms": machine.clock_ms, "needs_bytes": needs}
+        machines.append({"kind": "machine", **described, **measured})
     for (a, first), (b, second) in combinations(survey.machines.items(), 2):
         there, back = (survey.links.get(pair, Measured()) for pair in ((a, b), (b, a)))
         links.append({
@@ -424,7 +430,9 @@ COMMAND = Command(
             columns=(
                 Column("machine", "name"), Column("address", "address"),
                 Column("computes on", lambda r: f"{r['gpus']} x {r['device']}" if r["gpus"] else f"{r['cores']} cores"),
-                Column("free", lambda row: row["memory_bytes"] / 1e9, "{:.1f} GB"), Column("PyTorch", "torch"),
+                Column("free", lambda row: row["memory_bytes"] / 1e9, "{:.1f} GB"),
+                Column("needs", lambda row: (row.get("needs_bytes") or 0) / 1e9 or None, "{:.1f} GB"),
+                Column("PyTorch", "torch"),
                 Column("lowbit", "lowbit"), Column("clock", "clock_ms", lambda ms: f"{round(ms):+d} ms"),
                 Column("layer", lambda row: 1e3 * row["layer_seconds"] or None, "{:.1f} ms"),
             ),

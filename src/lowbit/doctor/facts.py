@@ -25,7 +25,7 @@ from lowbit.codecs import parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.config import NonNegative
 from lowbit.cores import usable_cores
-from lowbit.doctor.settings import DoctorSettings
+from lowbit.doctor.settings import MOST_MACHINES, DoctorSettings
 from lowbit.job.process_group import address_towards, asked, interface_problem, interface_towards, interfaces
 from lowbit.plan.sizes import layer_seconds, measure_sizes, optimizer_ns
 from lowbit.terminal import Printable
@@ -34,9 +34,13 @@ from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.config import AUTO
 from lowbit.train.data import load_data
 from lowbit.train.device import choose_autocast, choose_device, memory_of, threads_per_rank
+from lowbit.train.fits import PROCESS_BYTES
+from lowbit.train.footprint import rank_peaks
 from lowbit.train.identity import compared
-from lowbit.train.model import hidden_size, vocabulary
+from lowbit.train.layout import make_layout
+from lowbit.train.model import count_layers, hidden_size, vocabulary
 from lowbit.train.pretrained import load_tokenizer
+from lowbit.train.weights import weights_of
 from lowbit.wire.checksum import run_secret
 from lowbit.wire.pytorch import TorchVersionError, check_torch
 
@@ -102,7 +106,8 @@ class Facts(Described):
             interface is a VPN's.
         machine: digest of the kernel that runs, the same in all containers of a machine; network: of its network.
         text: digest of the recipe's tokens. settings: digests of all settings that must be equal, by key.
-        connections: `run.connections` of the recipe.
+        connections: `run.connections` of the recipe. weights: their format in memory. needs: bytes of memory that each
+            rank of the recipe takes, one on each machine.
         ports: where it listens during the check, of the range that the system assigns (port_low to port_high).
     """
 
@@ -121,6 +126,8 @@ class Facts(Described):
     recipe: Text = ""
     recipe_problem: Text = ""
     connections: Text = "auto"
+    weights: Text = ""
+    needs: Annotated[tuple[Number, ...], Field(max_length=MOST_MACHINES)] = ()
     text: Text = ""
     settings: dict[str, str] = field(default_factory=dict)
     port_low: NonNegative = 32768
@@ -188,6 +195,12 @@ def facts(settings: DoctorSettings) -> Facts:
         gpu = choose_device(config.run.device, 1).type == "cuda"
     except ValueError as error:
         gpu, problem = False, problem or str(error)
+    weights, needs = "", tuple[float, ...]()
+    if settings.recipe and not problem:
+        try:
+            weights, needs = _needs(config, settings.count, torch.device("cuda" if gpu else "cpu"))
+        except (ValueError, OSError) as error:
+            problem = " ".join(str(error).split())
     address, meet_address = address_towards(host), _resolved(host)
     interface = interface_towards(host) or ""
     kind = struct.unpack_from("H", _asked(interface, _SIOCGIFHWADDR))[0]
@@ -205,8 +218,21 @@ def facts(settings: DoctorSettings) -> Facts:
         machine=_kernel(), network=_network(),
         firewall=next((name for name in _FIREWALLS if shutil.which(name)), ""),
         secret=bool(run_secret()), recipe=settings.recipe, recipe_problem=problem, text=text,
-        connections=str(config.run.connections), settings=compared_settings, port_low=low, port_high=high,
+        connections=str(config.run.connections), weights=weights, needs=needs, settings=compared_settings,
+        port_low=low, port_high=high,
     )  # fmt: skip
+
+
+def _needs(config: TrainConfig, ranks: int, device: torch.device) -> tuple[str, tuple[float, ...]]:
+    """The format of a run's weights, and the memory of each of its ranks, where every machine has one."""
+    pipelines, model = config.pipeline.data_parallel, config.model
+    if ranks % pipelines:
+        return "", ()  # machines with several ranks
+    layout = make_layout(config.pipeline, ranks=ranks // pipelines, layers=count_layers(model))
+    vocab = vocabulary(model, load_tokenizer(config.data.tokenizer).size)
+    autocast = choose_autocast(config.run.precision, device)
+    peaks = rank_peaks(config, layout, vocab=vocab, autocast=autocast)
+    return weights_of(config, autocast), tuple(peak + PROCESS_BYTES[device.type] for peak in peaks) * pipelines
 
 
 def gloo(interface: str) -> dict[str, Any]:
@@ -274,9 +300,8 @@ def speed(settings: DoctorSettings) -> Speed:
         torch.set_num_threads(config.run.threads or threads_per_rank(max(1, torch.cuda.device_count())))
         vocab = vocabulary(config.model, load_tokenizer(config.data.tokenizer).size)
         sequence, autocast = config.data.sequence, choose_autocast(config.run.precision, device)
-        seconds, tokens, overhead = layer_seconds(
-            config.model, vocab=vocab, sequence=sequence, rows=max(1, config.rows), autocast=autocast, device=device
-        )
+        rows = max(1, config.rows)
+        seconds, tokens, overhead = layer_seconds(config, vocab=vocab, rows=rows, autocast=autocast, device=device)
         values["optimizer_ns"] = optimizer_ns(device)
         if settings.recipe:
             values |= {"layer_seconds": seconds, "layer_tokens": tokens, "layer_overhead": overhead}

@@ -10,7 +10,7 @@ from lowbit.codecs import parse
 from lowbit.config import ConfigError, section
 
 PORT = 29400
-_MOST_MACHINES = 32
+MOST_MACHINES = 32
 ONLY_IPV4 = "allowed: an IPv4 address, since Gloo listens at those; a VPN over IPv6 has one for each machine"
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -24,7 +24,7 @@ class DoctorSettings:
     meet: str = ""
     """Address of the first machine, where the others reach it, and a port that it listens at, such as
     192.168.1.10:29400. If omitted, those of MASTER_ADDR and MASTER_PORT."""
-    machines: Annotated[int, Field(ge=0, le=_MOST_MACHINES)] = 0
+    machines: Annotated[int, Field(ge=0, le=MOST_MACHINES)] = 0
     """Number of machines. 0: WORLD_SIZE of the environment, or 2."""
     name: str = ""
     """Name of this machine in the report. If omitted, its host name."""
@@ -70,8 +70,8 @@ class DoctorSettings:
     def count(self) -> int:
         """Number of machines. Raises ConfigError: WORLD_SIZE is not a valid number of machines."""
         text = str(self.machines or os.environ.get("WORLD_SIZE") or 2)
-        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_MACHINES):
-            raise ConfigError(f"WORLD_SIZE is {text!r}; allowed: 1 to {_MOST_MACHINES} machines")
+        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MOST_MACHINES):
+            raise ConfigError(f"WORLD_SIZE is {text!r}; allowed: 1 to {MOST_MACHINES} machines")
         return int(text)
 
 

@@ -13,9 +13,10 @@ from torch import nn
 from lowbit.config import ConfigError
 from lowbit.terminal import shown
 from lowbit.train.config import ModelConfig, TrainConfig
-from lowbit.train.cut import attention_of
+from lowbit.train.cut import Share, attention_of
 from lowbit.train.footprint import BatchBytes, ModelBytes, batch_bytes, model_bytes
-from lowbit.train.model import StageModule, hidden_size, hugging_face_config
+from lowbit.train.model import StageModule, count_layers, hidden_size, hugging_face_config
+from lowbit.train.weights import build_share, weights_of
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _ROUNDS = 3
@@ -87,16 +88,25 @@ def measure_sizes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | No
 
 
 def layer_seconds(
-    model: ModelConfig, *, vocab: int, sequence: int, rows: int, autocast: torch.dtype | None, device: torch.device
+    config: TrainConfig, *, vocab: int, rows: int, autocast: torch.dtype | None, device: torch.device
 ) -> tuple[float, int, float]:
     """Seconds of forward and backward of one decoder layer on a device, the tokens they are for, and the overhead.
 
     The overhead is the part of these seconds that does not grow with the tokens: it makes small micro-batches slow.
 
-    `rows`: windows of a micro-batch; only one window is measured if all would take too long.
+    Args:
+        config: of the run. With adapters, the layer is the run's own, with weights of the format that they have there.
+        rows: windows of a micro-batch; only one window is measured if all would take too long.
     """
-    whole, _ = two_layers(model, vocab, sequence)
-    stage = StageModule(whole, layers=range(2), first=False, last=False, autocast=autocast).train().to(device)
+    sequence, layers = config.data.sequence, 2
+    if config.lora.rank:
+        layers = min(2, count_layers(config.model))
+        share = Share(layers=frozenset(range(layers)), first=False, last=False)
+        model = build_share(config, share, vocab=vocab, device=device, autocast=autocast)
+    else:
+        model, _ = two_layers(config.model, vocab, sequence)
+        model = model.to(device, torch.float32 if weights_of(config, autocast) == "fp32" else torch.bfloat16)
+    stage = StageModule(model, layers=range(layers), first=False, last=False, autocast=autocast).train()
 
     def step(count: int) -> None:
         stage.zero_grad(set_to_none=True)
@@ -106,10 +116,10 @@ def layer_seconds(
 
     (one,) = _usual(lambda: step(1), device=device, rounds=1)
     if one * max(2, rows) > _LONG_SECONDS:
-        return _usual(lambda: step(1), device=device)[0] / 2, sequence, 0.0
+        return _usual(lambda: step(1), device=device)[0] / layers, sequence, 0.0
     few, many = 1, max(2, rows)
     both = _usual(lambda: step(few), lambda: step(many), device=device)
-    few_seconds, many_seconds = (seconds / 2 for seconds in both)
+    few_seconds, many_seconds = (seconds / layers for seconds in both)
     of_any = few_seconds - (many_seconds - few_seconds) * few / (many - few)
     seconds = few_seconds if rows == few else many_seconds
     return seconds, rows * sequence, min(max(0.0, of_any), seconds)
