@@ -361,7 +361,8 @@ class RunConfig:
     save_model: bool = True
     """Save the trained model at the end."""
     save_merged: bool = False
-    """Also save, as `merged`, the whole model with the adapters merged into the weights of `model.pretrained`."""
+    """Also save, as `merged`, the whole model with the adapters merged into the weights of `model.pretrained`. Rank 0
+    reads these from its own folder, layer by layer: nothing is sent."""
     save_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Data type of the saved weights. If omitted, that of the files of `model.pretrained` (bf16 if those are in 4 or 8
     bits), or fp32. Adapters alone are always saved in fp32."""

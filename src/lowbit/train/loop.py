@@ -328,30 +328,36 @@ class Run:
         trainer, adapters = self.trainer, bool(self.config.lora.rank)
         dtype = export_dtype(self.config)
 
-        def describe(part: Path) -> None:
+        def make_export() -> tuple[Export, Callable[[Path], None]]:
+            messages = self._messages("saving") if trainer.layout.ranks > 1 else None
+            export = Export(trainer.modules.values(), messages, dtype, adapters=adapters)
             if adapters:
-                save_adapter_config(part, self.config)
-            else:
-                save_config(part, trainer.model_config, dtype or torch.float32)
+                return export, partial(save_adapter_config, config=self.config)
+            return export, partial(save_config, config=trainer.model_config, dtype=dtype or torch.float32)
 
-        self._export("model", partial(Export, trainer.modules.values(), dtype=dtype, adapters=adapters), describe)
-        if not self.config.run.save_merged:
-            return
-        tied = bool(trainer.model_config.tie_word_embeddings)
-        whole = Merged(self.config, trainer.layout, trainer.modules, tied=tied)
-        export = partial(Export, whole, dtype=whole.dtype, adapters=False, finish=whole.merge_)
-        self._export("merged", export, partial(save_config, config=whole.config, dtype=whole.dtype))
+        def make_merged() -> tuple[Export, Callable[[Path], None]]:
+            whole = Merged(self.config, self.output / "model" / "adapter_model.safetensors")
+            export = Export(whole, None, whole.dtype, adapters=False, finish=whole.merge_)
+            return export, partial(save_config, config=whole.config, dtype=whole.dtype)
 
-    def _export(self, name: str, make_export: Callable[..., Export], describe: Callable[[Path], None]) -> None:
+        self._export("model", make_export)
+        if self.config.run.save_merged:
+            self._export("merged", make_merged, alone=True)
+
+    def _export(
+        self, name: str, make: Callable[[], tuple[Export, Callable[[Path], None]]], *, alone: bool = False
+    ) -> None:
         """Write a model into the folder `name` on rank 0, while the ranks of the first pipeline send it.
+
+        Args:
+            make: returns what writes the weights, and what writes their configuration into a folder. alone: rank 0
+                has all that it needs.
 
         Raises:
             TransientError: the disk is too small. The checkpoints are as they were.
         """
         trainer, part = self.trainer, self.output / f".{name}.lowbit-part"
-        export: Export | None = None
-        if trainer.replicas.index == 0:
-            export = make_export(messages=self._messages("saving") if trainer.layout.ranks > 1 else None)
+        made = [make()] if trainer.replicas.index == 0 and not alone else []
 
         def on_rank_0(work: Callable[[], None]) -> None:
             """Do what may take longer than the time limit, and raise its problem on all ranks."""
@@ -372,16 +378,19 @@ class Run:
         def reserve() -> None:
             shutil.rmtree(part, ignore_errors=True)  # of an attempt that was ended
             part.mkdir()
-            assert export is not None
-            export.reserve(part)
+            if alone:
+                made.append(make())
+            made[0][0].reserve(part)
+            if alone:
+                made[0][0].write()
 
         try:
             on_rank_0(reserve)
-            if export is not None:
-                export.write()
-            on_rank_0(partial(self._place_model, part, name, describe))
+            if made and not alone:
+                made[0][0].write()
+            on_rank_0(lambda: self._place_model(part, name, made[0][1]))
         finally:
-            if export is not None:
+            for export, _ in made:
                 export.close()
             if trainer.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
