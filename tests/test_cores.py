@@ -64,3 +64,20 @@ def test_the_quota_of_every_group_counts(
 def test_systems_without_control_groups_have_the_cores_of_the_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cores, "_ROOT", tmp_path)
     assert cores.usable_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("own", "above", "expected"), [("max", "7", 7.0), ("5", "7", 5.0), ("5", "max", 5.0)])
+def test_the_least_limit_of_memory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, own: str, above: str, expected: float
+):
+    monkeypatch.setattr(cores, "_ROOT", tmp_path)
+    assert cores.memory_limit() == float("inf")
+    place, name = (("memory/", "memory.limit_in_bytes"), ("", "memory.max"))[version - 1]
+    mounts = (V1_MOUNTS.replace("/cpu rw", "/memory rw").replace(",cpu,cpuacct", ",memory"), V2_MOUNTS)[version - 1]
+    groups = (V1.replace("4:memory:/box", "4:memory:/box/job"), V2)[version - 1]
+    _write(tmp_path, {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts.format(root="/")})
+    for group, limit in {"box/job": own, "box": above}.items():
+        text = str(2**63 - 4096) if (limit, version) == ("max", 1) else limit
+        _write(tmp_path / f"sys/fs/cgroup/{place}{group}", {name: f"{text}\n"})
+    assert cores.memory_limit() == expected

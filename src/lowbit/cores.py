@@ -1,4 +1,4 @@
-"""How many cores this process may use: those of its affinity mask, and no more than its control groups pay for.
+"""How many cores and how much memory this process may use, by its affinity mask and its control groups.
 
 A container's limit, such as `docker run --cpus 2`, is a quota of processor time: with more threads than that, all of
 them are stopped for the rest of each period, and the ranks that wait for them, too.
@@ -15,20 +15,24 @@ _ROOT = Path("/")
 
 def usable_cores() -> int:
     """Return the number of cores, at least 1; of a fractional quota, the whole cores."""
-    return max(1, int(min(len(os.sched_getaffinity(0)), *_quotas())))
+    return max(1, int(min(len(os.sched_getaffinity(0)), *map(_quota, _groups("cpu")), math.inf)))
 
 
-def _quotas() -> Iterator[float]:
-    """The quota, in cores, of each control group above this process (version 1 or 2); ends with infinity."""
+def memory_limit() -> float:
+    """Return the bytes of memory that this process' control groups permit, such as a container's; maybe infinity."""
+    return min(map(_memory, _groups("memory")), default=math.inf)
+
+
+def _groups(controller: str) -> Iterator[str]:
+    """Folders of each control group above this process, of version 1 or 2."""
     with contextlib.suppress(OSError, ValueError):
         groups = dict(line.split(":", 2)[1:] for line in _read("proc/self/cgroup").splitlines())
         for line in _read("proc/self/mountinfo").splitlines():
             (*_, root, mount), (kind, _, options) = _fields(line)
             for names, path in groups.items():
-                version1 = kind == "cgroup" and "cpu" in names.split(",") and "cpu" in options.split(",")
+                version1 = kind == "cgroup" and controller in names.split(",") and controller in options.split(",")
                 if version1 or (kind == "cgroup2" and not names):
-                    yield from map(_quota, _up(PurePosixPath(path), PurePosixPath(root), mount))
-    yield math.inf
+                    yield from _up(PurePosixPath(path), PurePosixPath(root), mount)
 
 
 def _fields(line: str) -> tuple[list[str], list[str]]:
@@ -54,6 +58,13 @@ def _quota(folder: str) -> float:
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota = int(_read(f"{folder}/cpu.cfs_quota_us"))
         return quota / int(_read(f"{folder}/cpu.cfs_period_us")) if quota > 0 else math.inf
+    return math.inf
+
+
+def _memory(folder: str) -> float:
+    for name in ("memory.max", "memory.limit_in_bytes"):  # "max", or almost 2^63, without a limit
+        with contextlib.suppress(OSError, ValueError):
+            return int(_read(f"{folder}/{name}"))
     return math.inf
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lowbit import terminal
 from lowbit.config import ConfigError
-from lowbit.cores import usable_cores
+from lowbit.cores import memory_limit, usable_cores
 from lowbit.train.config import TrainConfig
 
 log = terminal.logger(__name__)
@@ -103,7 +103,5 @@ def memory_of(device: torch.device) -> tuple[int, int]:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines())
         free, swap = (1024 * int(lines[key].split()[0]) for key in ("MemAvailable", "SwapTotal"))
         whole += swap
-    with contextlib.suppress(OSError, ValueError):  # "max" without a limit
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text("ascii"))
-        free, whole = min(free, limit), min(whole, limit)
-    return free, whole
+    limit = memory_limit()
+    return int(min(free, limit)), int(min(whole, limit))
