@@ -24,7 +24,7 @@ def step(folder: Path, form: str, policy: LayerAware | None = None, **lora: Any)
     pretrained = base(folder, **model)
     config = tiny(
         folder, model={"pretrained": pretrained, "weights": form}, lora={"rank": 4} | lora, pipeline=ONE,
-        run={"precision": "bf16"},
+        run={"precision": "bf16"}, activations={"checkpoint": False},
     )  # fmt: skip
     share = Share(layers=frozenset(range(LAYERS)), first=True, last=True)
     built = build_share(config, share, vocab=256, device=torch.device("cpu"), autocast=torch.bfloat16)

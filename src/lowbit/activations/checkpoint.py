@@ -164,7 +164,7 @@ class _Call:
             )
         if len(self.slots) > self.saved_at_last:
             self.last = 0
-        if not self.devices and self.random is not None and torch.equal(self.random, torch.get_rng_state()):
+        if not self.devices and self.random.numpy().tobytes() == torch.get_rng_state().numpy().tobytes():
             self.random = None  # no random number was drawn, so there is nothing to restore
         return out
 

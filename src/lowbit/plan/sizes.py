@@ -41,8 +41,10 @@ class ModelSizes:
         layer_parameters, first_parameters, last_parameters: trained ones, of a layer (the mean), and of what only the
             first and the last stage have. tied: those of the embedding, if it is trained and the last stage's matrix is
             a copy of it, which counts there; otherwise 0.
-        layer_flops, last_flops: of a token's forward in a layer, and after the last layer; backward takes twice that.
-            With frozen weights two thirds, since backward computes no gradients of them.
+        layer_flops, last_flops: of a token's forward in a layer, and after the last layer.
+        passes: of a layer, in units of its forward: 3 with a backward of twice that; with frozen weights, of which
+            backward computes no gradients, 2. One more if backward computes layers again. last_passes: without that.
+        checkpoints: whether it does, in a backward that is not split.
         kept, batch: bytes of each part, and of a micro-batch in it.
     """
 
@@ -54,6 +56,9 @@ class ModelSizes:
     tied: int
     layer_flops: float
     last_flops: float
+    passes: int
+    last_passes: int
+    checkpoints: bool
     kept: ModelBytes
     batch: BatchBytes
 
@@ -70,7 +75,7 @@ def measure_sizes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | No
         raise ConfigError(f"model.pretrained is {shown(config.model.pretrained)}, whose config.json has no hidden_size")
     elements, trained = (sum(getattr(one, name) for one in kept.layers) for name in ("elements", "trained"))
     head = kept.tied.elements or max(0, kept.last.elements - width)  # without the norm
-    done = 2 / 3 if config.lora.rank else 1.0
+    passes = 2 if config.lora.rank else 3
     layer = elements / len(kept.layers)
     return ModelSizes(
         layers=len(kept.layers),
@@ -79,8 +84,11 @@ def measure_sizes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | No
         first_parameters=kept.first.trained,
         last_parameters=kept.last.trained + kept.tied.trained,
         tied=kept.tied.trained,
-        layer_flops=done * (2 * layer + 2 * config.data.sequence * width),  # a token sees half of the sequence, twice
-        last_flops=done * 2 * head,
+        layer_flops=2 * layer + 2 * config.data.sequence * width,  # a token sees half of the sequence, twice
+        last_flops=2 * head,
+        passes=passes + config.checkpoints,
+        last_passes=passes,
+        checkpoints=config.checkpoints,
         kept=kept,
         batch=batch,
     )

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowbit.activations import checkpoint_
 from lowbit.config import ConfigError
 from lowbit.train.config import TrainConfig
-from lowbit.train.cut import Share, attention_of, class_for, whole_class
+from lowbit.train.cut import Elsewhere, Share, attention_of, class_for, parts_of, whole_class
 from lowbit.train.model import add_adapters, hugging_face_config
 from lowbit.train.pretrained import check_weights, load, read_config, same_tensors
 from lowbit.train.widened import widen_
@@ -75,6 +76,8 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
             widen_(built)
         add_adapters(built, config)
         share_inputs(built, config, autocast)
+    if config.checkpoints:
+        checkpoint_layers(built)
     return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
 
 
@@ -103,6 +106,13 @@ def load_share(
         quantization_config=quantized, **placed,
     )  # fmt: skip
     return built
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Keep only the input of each decoder layer for backward, where the layer runs again."""
+    for number, layer in enumerate(getattr(model.base_model, parts_of(model.config)[1])):
+        if not isinstance(layer, Elsewhere):
+            checkpoint_(layer, name=str(number))
 
 
 def share_inputs(model: nn.Module, config: TrainConfig, autocast: torch.dtype | None) -> None:
