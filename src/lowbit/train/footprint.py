@@ -318,18 +318,19 @@ def batch_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None
 
 def _measured(run: "_Sample", kinds: Sequence[Any], measured: Mapping[Any, int]) -> BatchBytes:
     """Measure each kind of layer, given with the number of one, and both ends."""
-    (ends, extra), each, extras = run(0), {}, []
+    (ends, extra), each = run(0), {}
     for kind, number in measured.items():
-        pair, more = run(0, number) if number else (ends + ends, extra)
-        each[kind] = pair - ends
-        extras.append(more)
+        each[kind] = run(0, number)[0] - ends if number else ends
     first, last, both = (run(0, **where) for where in ({"first": True}, {"last": True}, {"first": True, "last": True}))
-    if run.config.checkpoints:  # layers are computed again one at a time
-        extra = max(extras, key=lambda line: line.of(run.config.rows))
+    most = [extra, last[1]]
+    if run.config.checkpoints:  # each layer is computed again, and some kinds take more
+        for place, where in enumerate(({}, {"last": True})):
+            lines = [most[place], *(run(0, number, **where)[1] for number in measured.values() if number)]
+            most[place] = max(lines, key=lambda line: line.of(run.config.rows))
     base = each[kinds[0]]
     return BatchBytes(
         layers=tuple(each[kind] for kind in kinds), first=first[0] - base, middle=ends - base, last=last[0] - base,
-        whole=both[0] - base, extra=extra, extra_last=max(last[1], extra, key=lambda line: line.of(run.config.rows)),
+        whole=both[0] - base, extra=most[0], extra_last=most[1],
     )  # fmt: skip
 
 
