@@ -51,8 +51,9 @@ FORMATS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"), [("llama", name) for name in FORMATS] + [("gpt2", "nf4"), ("gemma3_text", "nf4"), ("mixtral", "bf16")]
-)  # fmt: skip
+    ("kind", "form"),
+    [*(("llama", name) for name in FORMATS), ("gpt2", "nf4"), ("gemma3_text", "nf4"), ("mixtral", "bf16")],
+)
 def test_gradients_are_the_same_to_the_last_bit(kind: str, form: str, tmp_path: Path):
     folder, lora = saved(kind, tmp_path, **WIDE), {"rank": 4, "dropout": 0.1} if form != "all weights" else {}
     loss, exact, whole = gradients(folder, False, **FORMATS[form], lora=lora)

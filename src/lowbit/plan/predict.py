@@ -271,9 +271,7 @@ def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
 
 
 @functools.cache
-def _schedule(
-    name: str, ranks: int, stages_per_rank: int, microbatches: int, splits: bool
-) -> tuple[Actions, InFlight]:
+def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int, splits: bool) -> tuple[Actions, InFlight]:
     order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
     order = order if splits else unsplit(order)
     return actions_from(order), in_flight(order)

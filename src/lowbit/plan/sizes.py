@@ -42,10 +42,10 @@ class ModelSizes:
             first and the last stage have. tied: those of the embedding, if it is trained and the last stage's matrix is
             a copy of it, which counts there; otherwise 0.
         layer_flops, last_flops: of a token's forward in a layer, and after the last layer.
-        passes: of a layer, in units of its forward: 3 with a backward of twice that; with frozen weights, of which
-            backward computes no gradients, 2. One more if backward computes layers again. last_passes: without that.
-        checkpoints: whether it does, in a backward that is not split.
         kept, batch: bytes of each part, and of a micro-batch in it.
+        passes, last_passes: time of forward and backward over that of forward, in a layer and after the last: 3; with
+            frozen weights, of which backward computes no gradients, 2; in layers that backward computes again 1 more.
+        checkpoints: whether it does, in a backward pass that is not split.
     """
 
     layers: int
@@ -56,11 +56,11 @@ class ModelSizes:
     tied: int
     layer_flops: float
     last_flops: float
-    passes: int
-    last_passes: int
-    checkpoints: bool
     kept: ModelBytes
     batch: BatchBytes
+    passes: int = 3
+    last_passes: int = 3
+    checkpoints: bool = False
 
     def parameters(self, layers: int, *, first: bool, last: bool) -> int:
         ends = first * self.first_parameters + last * self.last_parameters - (first and last) * self.tied
