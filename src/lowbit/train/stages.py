@@ -234,7 +234,7 @@ def _never_split(stage: PipelineStage) -> None:
     def whole(number: int, loss: Any = None, full_backward: bool = True, **named: Any) -> None:
         backward(number, loss, **named)
 
-    stage.backward_one_chunk = whole
+    stage.backward_one_chunk = whole  # pyright: ignore[reportAttributeAccessIssue]
     stage.backward_weight_one_chunk = lambda *args, **kwargs: None
 
 
