@@ -6,9 +6,11 @@ drawn, one at a time.
 
 import contextlib
 import ctypes
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ _CONSTANT = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.op
 
 
 _MMAP_THRESHOLD, _LOADING, _USUAL = -3, 1 << 20, 32 << 20  # of glibc's mallopt; the last is what it reaches by itself
+_DONTNEED = 4  # of madvise
+_MAPPED_FILE = re.compile(r"(?m)^([0-9a-f]+)-([0-9a-f]+) .*\.safetensors\n(?:[A-Z].*\n)*?Anonymous: +(\d+) kB")
 _MALLOC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None  # glibc only
 
 
@@ -46,6 +50,20 @@ def _returned_memory() -> Iterator[None]:
         if _MALLOC is not None:
             _MALLOC.mallopt(_MMAP_THRESHOLD, _USUAL)
             _MALLOC.malloc_trim(0)
+            _release_files(_MALLOC)
+
+
+def _release_files(libc: Any) -> None:
+    """Drop from this process the pages of weights files that were read, and that the system reads again if needed.
+
+    A file stays mapped as a whole while one of its tensors is in use, such as an embedding beside quantized weights.
+    """
+    with contextlib.suppress(OSError):  # Linux only
+        mappings = re.findall(_MAPPED_FILE, Path("/proc/self/smaps").read_text())
+        for begin, end, changed in mappings:
+            if changed == "0":  # a page that was written to exists nowhere else
+                start = int(begin, 16)
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(int(end, 16) - start), _DONTNEED)
 
 
 @_returned_memory()
