@@ -29,11 +29,12 @@ def gradients(folder: str, recompute: bool, **sections: dict[str, Any]) -> tuple
     """Loss and gradients of the last three layers of four, and the bytes that autograd kept."""
     config = settings(folder, activations={"checkpoint": recompute}, **sections)
     share = Share(layers=frozenset(range(1, 4)), first=False, last=True)
-    model = build_share(config, share, vocab=0, device=CPU, autocast=torch.bfloat16)
+    autocast = None if config.run.precision == "fp32" else torch.bfloat16
+    model = build_share(config, share, vocab=0, device=CPU, autocast=autocast)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zeros, which would hide the other half of the gradients
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
-    stage = StageModule(model, layers=range(1, 4), first=False, last=True, autocast=torch.bfloat16)
+    stage = StageModule(model, layers=range(1, 4), first=False, last=True, autocast=autocast)
     torch.manual_seed(3)
     x = torch.randn(2, 12, stage.width, requires_grad=True)
     with counted(stage.model) as kept:
@@ -45,9 +46,12 @@ def gradients(folder: str, recompute: bool, **sections: dict[str, Any]) -> tuple
 
 
 FORMATS = {
-    "all weights": {"model": {"dropout": 0.1}}, "bf16": {"model": {"weights": "bf16"}},
-    "int8": {"model": {"weights": "int8"}}, "nf4": {"model": {"weights": "nf4", "dropout": 0.1}},
-}  # fmt: skip
+    "all weights": {"model": {"dropout": 0.1}},
+    "bf16": {"model": {"weights": "bf16"}},
+    "products in float32": {"model": {"weights": "bf16"}, "run": {"precision": "fp32"}},
+    "int8": {"model": {"weights": "int8"}},
+    "nf4": {"model": {"weights": "nf4", "dropout": 0.1}},
+}
 
 
 @pytest.mark.parametrize(
