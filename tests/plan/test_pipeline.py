@@ -136,6 +136,21 @@ def test_memory_bounds_the_layers_of_a_machine():
         small.predict(one_stage(schedule="GPipe", microbatches=4, layers=(3, 5)))
 
 
+def test_layers_that_are_computed_again_take_longer():
+    choice = one_stage(schedule="1F1B", microbatches=8, formats=("fp32",))
+    plain, again = SIZES, replace(SIZES, passes=4, checkpoints=True)
+    steps = [predictor(machine("A"), sizes=sizes).predict(choice).step for sizes in (plain, again)]
+    assert steps[1].compute[0] == pytest.approx(4 / 3 * steps[0].compute[0])
+    both = [predictor(machine("A"), machine("B"), mbit=1e6, sizes=sizes) for sizes in (plain, again)]
+    v_shaped = PipelineChoice(schedule="ZBVZeroBubble", stages_per_rank=2, microbatches=8)
+    split, whole = (set("".join(of.predict(v_shaped).step.timeline.actions.names(0))) for of in both)
+    assert split & set("IW")
+    assert not whole & set("IW")
+    frozen = replace(SIZES, passes=2, last_passes=2)
+    measured = machine("A", layer_seconds=3.0, layer_tokens=64)
+    assert predictor(measured, sizes=frozen).layer_seconds(measured, 64) == 2.0
+
+
 def test_rows_of_a_tied_embedding_cross_the_link():
     """In bf16, there and back; the first rank has no optimizer for its copy, and the last one knows the copy."""
     tied, own = (predictor(*map(machine, "ab"), mbit=1, sizes=with_tied(tied)) for tied in (64 * 60, 0))

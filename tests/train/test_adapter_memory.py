@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lowbit.activations import LayerAware, compress_saved_, counted
 from lowbit.train import weights
@@ -24,7 +25,7 @@ def step(folder: Path, form: str, policy: LayerAware | None = None, **lora: Any)
     pretrained = base(folder, **model)
     config = tiny(
         folder, model={"pretrained": pretrained, "weights": form}, lora={"rank": 4} | lora, pipeline=ONE,
-        run={"precision": "bf16"},
+        run={"precision": "bf16"}, activations={"checkpoint": False},
     )  # fmt: skip
     share = Share(layers=frozenset(range(LAYERS)), first=True, last=True)
     built = build_share(config, share, vocab=256, device=torch.device("cpu"), autocast=torch.bfloat16)
@@ -81,3 +82,24 @@ with weights._returned_memory():
 def test_loading_gives_back_what_it_frees():
     """In a process of its own: other tests' threads and garbage change what a process holds."""
     subprocess.run([sys.executable, "-c", FREES], check=True, timeout=120)
+
+
+@pytest.mark.skipif(weights._MALLOC is None, reason="another C library")
+def test_loading_keeps_no_pages_of_files_that_it_has_read(tmp_path: Path):
+    """While a tensor of the file is in use, and nothing that was changed is lost."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+
+    values = torch.arange(8 << 20, dtype=torch.float32)
+    for name in ("read", "changed"):
+        save_file({"x": values}, tmp_path / f"{name}.safetensors")
+    tensors = {name: load_file(tmp_path / f"{name}.safetensors")["x"] for name in ("read", "changed")}
+    with weights._returned_memory():
+        tensors["changed"][7] = -1
+        assert torch.equal(tensors["read"], values)
+        before = mapped()
+    assert mapped() < before - 30_000
+    assert torch.equal(tensors["read"], values)
+    assert tensors["changed"][7] == -1

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.activations import restore_
 from lowbit.config import ConfigError
 from lowbit.train import cut
 from lowbit.train.config import DataConfig, ModelConfig, TrainConfig
@@ -29,7 +30,7 @@ from lowbit.train.model import (
     next_token_loss,
     save_config,
 )
-from lowbit.train.weights import build_share
+from lowbit.train.weights import build_share, checkpoint_layers
 from lowbit.train.widened import widen_
 
 QUICK = ("afmoe", "cohere2_moe", "gemma2", "glm_moe_dsa", "granite", "longcat_flash", "starcoder2")
@@ -167,6 +168,11 @@ def _check_cuts(model: Any) -> None:
             torch.testing.assert_close(
                 others[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) * bool(tied)
             )
+    checkpoint_layers(model)
+    loss, gradients = _gradients(model, lambda: cut(stages))
+    assert torch.equal(found, loss)
+    assert [name for name, gradient in others.items() if not torch.equal(gradients[name], gradient)] == []
+    restore_(model)
 
 
 def _mixes_samples(model: Any) -> bool:

@@ -116,23 +116,30 @@ def test_a_tied_embedding_is_on_both_ends_with_one_optimizer(tmp_path: Path):
     assert last.weights == first.weights + 4 * 32 + embedding  # the norm, and the rows as the first rank has them
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-def test_what_a_micro_batch_holds_is_what_autograd_keeps(lora: int, tmp_path: Path):
+@pytest.mark.parametrize(("lora", "recompute"), [(0, False), (4, False), (0, True), (4, True)])
+def test_what_a_micro_batch_takes_is_what_autograd_keeps(lora: int, recompute: bool, tmp_path: Path):
     """With a real pass of the same stage; memory of other libraries is not seen."""
     from lowbit.train.footprint import _Live
 
-    config = settings(saved("llama", tmp_path), lora={"rank": lora})
+    config = settings(saved("llama", tmp_path), lora={"rank": lora}, activations={"checkpoint": recompute})
     batch = batch_bytes(config, vocab=0, autocast=torch.bfloat16)
     for ends in ({"first": True, "last": False}, {"first": False, "last": False}, {"first": False, "last": True}):
         share = Share(layers=frozenset({1, 2, 3}), **ends)
         model = build_share(config, share, vocab=0, device=CPU, autocast=torch.bfloat16)
         stage = StageModule(model, layers=range(1, 4), **ends, autocast=torch.bfloat16)
         ids = torch.zeros(3, 12, dtype=torch.int64)
+        for parameter in stage.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         with _Live(stage) as live:
             x = ids if ends["first"] else torch.randn(3, 12, 32, requires_grad=True)
             output = stage(x)
             output = next_token_loss(output, ids) if ends["last"] else output
-        assert batch.held(range(1, 4), **ends).of(3) == pytest.approx(live.now, rel=0.12)
+            held = live.now
+            output.backward(torch.ones_like(output))
+        assert batch.held(range(1, 4), **ends).of(3) == pytest.approx(held, rel=0.12)
+        if recompute:
+            peak = batch.held(range(1, 4), **ends).of(3) + (batch.extra_last if ends["last"] else batch.extra).of(3)
+            assert peak == pytest.approx(live.peak, rel=0.15)
 
 
 def test_micro_batches_are_held_as_the_schedule_says():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -164,9 +165,13 @@ class _Call:
             )
         if len(self.slots) > self.saved_at_last:
             self.last = 0
-        if not self.devices and self.random is not None and torch.equal(self.random, torch.get_rng_state()):
-            self.random = None  # no random number was drawn, so there is nothing to restore
+        if not self.devices and self._drew_nothing():
+            self.random = None  # there is nothing to restore
         return out
+
+    def _drew_nothing(self) -> bool:
+        with _disable_current_modes():  # fake tensors cannot be compared
+            return self.random is not None and torch.equal(self.random, torch.get_rng_state())
 
     def run_again(self) -> None:
         if self.codec is None and self.kept._version != self.version:

@@ -69,7 +69,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         if (nats := wanted_nats(prepared.codecs.forward)) is not None:
             checks = ", ".join(str(config.codec_warmup_steps + after) for after in AFTER)
             yield "rates", f"chosen in the warm-up to cost {nats:g} nats; checked after steps {checks}"
-    yield from _grouped("saved by stage", (str(policy or "as PyTorch does") for policy in prepared.activations))
+    saved = "the inputs of decoder layers" if config.checkpoints else "as PyTorch does"
+    yield from _grouped("saved by stage", (str(policy or saved) for policy in prepared.activations))
     yield from _memory(prepared)
     if prepared.storage is not None:
         yield "gradients kept in", str(prepared.storage)

@@ -16,7 +16,7 @@ from lowbit.plan.cluster import Cluster, Machine
 from lowbit.plan.sizes import ModelSizes, optimizer_ns
 from lowbit.simulate import Actions, Channel, Network, Step, actions_from
 from lowbit.simulate.predict import AS_FAST, choose_formats, predicted_step
-from lowbit.simulate.step import order_of
+from lowbit.simulate.step import order_of, unsplit
 from lowbit.train.config import PipelineConfig, Schedule
 from lowbit.train.evaluate import evaluation_bytes
 from lowbit.train.layout import PipelineLayout, make_layout
@@ -108,8 +108,9 @@ class Predictor:
         """Seconds of forward and backward of a decoder layer, for a micro-batch with this many tokens."""
         if machine.layer_seconds:
             growing = machine.layer_seconds - machine.layer_overhead
-            return machine.layer_overhead + tokens * growing / machine.layer_tokens
-        return tokens * 3 * self.sizes.layer_flops / (machine.tflops * 1e12)
+            measured = machine.layer_overhead + tokens * growing / machine.layer_tokens
+            return measured * self.sizes.passes / 3  # all weights were trained
+        return tokens * self.sizes.passes * self.sizes.layer_flops / (machine.tflops * 1e12)
 
     def predict(self, choice: PipelineChoice) -> Prediction:
         """Simulate a choice; ConfigError: refused by `lowbit train`, too little memory, or machines without a link."""
@@ -143,10 +144,14 @@ class Predictor:
     def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> float:
         """Memory of a rank with `counts` layers on its stages: what it keeps, and activations at the worst moment."""
         layout = replace(self.layout(replace(choice, layers=())), layer_counts=tuple(counts))
-        moments = _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1].moments[rank]
+        moments = self._schedule(choice, layout)[1].moments[rank]
         rows, sizes = self.rows(choice), self.sizes
         most = max(sizes.batch.rank(layout, rank, rows=rows, held=moment.held) for moment in moments)
         return sizes.kept.rank(layout, rank).total + most
+
+    def _schedule(self, choice: PipelineChoice, layout: PipelineLayout) -> tuple[Actions, InFlight]:
+        counts = layout.ranks, choice.stages_per_rank, choice.microbatches
+        return _schedule(choice.schedule, *counts, not self.sizes.checkpoints)
 
     def _shape(self, choice: PipelineChoice) -> tuple[int, int, int]:
         return self.rows(choice), self.sequence, self.sizes.width
@@ -156,7 +161,7 @@ class Predictor:
         tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
         ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
         layers = [*map(float, layout.layer_counts)]
-        layers[-1] += sizes.last_flops / sizes.layer_flops
+        layers[-1] += sizes.last_passes * sizes.last_flops / (sizes.passes * sizes.layer_flops)
         parameters = [self._parameters(layout, rank) for rank in range(layout.ranks)]
 
         def coding(rank: int, text: str) -> list[float]:
@@ -168,7 +173,7 @@ class Predictor:
             return forward.nbytes(shape), backward.nbytes(shape)
 
         return predicted_step(
-            _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[0],
+            self._schedule(choice, layout)[0],
             [count * self.layer_seconds(machines[rank], tokens) for count, rank in zip(layers, ranks, strict=True)],
             ranks,
             self._network(layout),
@@ -176,6 +181,7 @@ class Predictor:
             sizes=functools.cache(nbytes),
             coding=functools.cache(coding),
             checksum=CHECKSUM_BYTES,
+            forward=1 / sizes.passes,
             beside=all(machine.gpus for machine in machines),
             optimizer=[
                 1e-9 * count * (machine.optimizer_ns or self._own_optimizer())
@@ -265,8 +271,9 @@ def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
 
 
 @functools.cache
-def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Actions, InFlight]:
+def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int, splits: bool) -> tuple[Actions, InFlight]:
     order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
+    order = order if splits else unsplit(order)
     return actions_from(order), in_flight(order)
 
 

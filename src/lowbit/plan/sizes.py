@@ -42,9 +42,11 @@ class ModelSizes:
         layer_parameters, first_parameters, last_parameters: trained ones, of a layer (the mean), and of what only the
             first and the last stage have. tied: those of the embedding, if it is trained and the last stage's matrix is
             a copy of it, which counts there; otherwise 0.
-        layer_flops, last_flops: of a token's forward in a layer, and after the last layer; backward takes twice that.
-            With frozen weights two thirds, since backward computes no gradients of them.
+        layer_flops, last_flops: of a token's forward in a layer, and after the last layer.
         kept, batch: bytes of each part, and of a micro-batch in it.
+        passes, last_passes: time of forward and backward over that of forward, in a layer and after the last: 3; with
+            frozen weights, of which backward computes no gradients, 2; in layers that backward computes again 1 more.
+        checkpoints: whether it does, in a backward pass that is not split.
     """
 
     layers: int
@@ -57,6 +59,9 @@ class ModelSizes:
     last_flops: float
     kept: ModelBytes
     batch: BatchBytes
+    passes: int = 3
+    last_passes: int = 3
+    checkpoints: bool = False
 
     def parameters(self, layers: int, *, first: bool, last: bool) -> int:
         ends = first * self.first_parameters + last * self.last_parameters - (first and last) * self.tied
@@ -71,7 +76,7 @@ def measure_sizes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | No
         raise ConfigError(f"model.pretrained is {shown(config.model.pretrained)}, whose config.json has no hidden_size")
     elements, trained = (sum(getattr(one, name) for one in kept.layers) for name in ("elements", "trained"))
     head = kept.tied.elements or max(0, kept.last.elements - width)  # without the norm
-    done = 2 / 3 if config.lora.rank else 1.0
+    passes = 2 if config.lora.rank else 3
     layer = elements / len(kept.layers)
     return ModelSizes(
         layers=len(kept.layers),
@@ -80,8 +85,11 @@ def measure_sizes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | No
         first_parameters=kept.first.trained,
         last_parameters=kept.last.trained + kept.tied.trained,
         tied=kept.tied.trained,
-        layer_flops=done * (2 * layer + 2 * config.data.sequence * width),  # a token sees half of the sequence, twice
-        last_flops=done * 2 * head,
+        layer_flops=2 * layer + 2 * config.data.sequence * width,  # a token sees half of the sequence, twice
+        last_flops=2 * head,
+        passes=passes + config.checkpoints,
+        last_passes=passes,
+        checkpoints=config.checkpoints,
         kept=kept,
         batch=batch,
     )

@@ -29,12 +29,13 @@ def predicted_step(
     sizes: Callable[[str], tuple[int, int]],
     coding: Callable[[int, str], Coding],
     checksum: int,
+    forward: float = 1 / 3,
     **parts: Any,
 ) -> Step:
     """Simulate a step.
 
     Args:
-        compute: for each stage, seconds of forward and backward of a micro-batch; backward takes two thirds of them.
+        compute: for each stage, seconds of forward and backward of a micro-batch. forward: the share of the former.
         ranks: rank of each stage. formats: format of each boundary.
         sizes: bytes of a message by format, forward and backward. coding: seconds by rank and format.
         checksum: bytes added to each message. parts: further arguments of `simulate`.
@@ -50,7 +51,7 @@ def predicted_step(
             text = formats[stage - 1]
             _, ends["decode_forward"], ends["encode_backward"], _ = coding(ranks[stage], text)
             ends["backward_bytes"] = sizes(text)[1] + checksum
-        stages.append(StageTimes(forward=seconds / 3, backward=2 * seconds / 3, **ends))  # pyright: ignore
+        stages.append(StageTimes(forward=forward * seconds, backward=(1 - forward) * seconds, **ends))  # pyright: ignore
     return simulate(actions, stages, network, **parts)
 
 

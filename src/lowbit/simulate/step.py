@@ -112,6 +112,16 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
     return actions_of(kind(stages if several else stages[0], microbatches, loss_fn=lambda *_: None))  # never run
 
 
+def unsplit(order: Order) -> Order:
+    """Return the actions of stages that run a whole backward pass where the schedule has one for the inputs."""
+    texts = {rank: (str(action) for action in actions if action is not None) for rank, actions in order.items()}
+    parts = {rank: [part for text in each for part in ACTION.findall(text)] for rank, each in texts.items()}
+    return {
+        rank: [f"{stage}{'B' if kind == 'I' else kind}{number}" for stage, kind, number in each if kind != "W"]
+        for rank, each in parts.items()
+    }
+
+
 def actions_of(schedule: Any) -> Order:
     """Return the actions of all ranks, which every rank's schedule object holds."""
     order = getattr(schedule, "pipeline_order", None)

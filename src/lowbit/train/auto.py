@@ -98,6 +98,7 @@ def forecast(
     checksum: int,
     rest: float,
     overlapped: bool,
+    whole: bool = False,
 ) -> Callable[[Sequence[str], float], float]:
     """Return a function that predicts the seconds of a step of one pipeline.
 
@@ -106,15 +107,17 @@ def forecast(
     Args:
         timings: for each rank, seconds of a step: compute, work after the pipeline, and coding by format.
         formats: their sizes. trips (seconds), rates (Mbit/s): by pair of ranks. checksum: bytes. rest: seconds.
-        overlapped: coding overlaps with computing.
+        overlapped: coding overlaps with computing. whole: no backward pass is split.
     """
-    from lowbit.simulate import Channel, Network, actions
+    from lowbit.simulate import Channel, Network, actions_from
     from lowbit.simulate.predict import predicted_step
+    from lowbit.simulate.step import order_of, unsplit
 
-    steps = actions(
+    order = order_of(
         pipeline.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank,
         microbatches=pipeline.microbatches,
     )  # fmt: skip
+    steps = actions_from(unsplit(order) if whole else order)
     ranks, counts = [layout.rank_of(stage) for stage in range(layout.stages)], layout.layer_counts
     compute = [
         timings[rank][0] / pipeline.microbatches * counts[stage] / sum(counts[each] for each in layout.stages_of(rank))
@@ -343,6 +346,7 @@ class Auto:
                     trips[first // ranks], {(a - first, b - first): rate for (a, b), rate in rates.items()},
                     checksum=CHECKSUM_BYTES * self._config.run.checksums,
                     rest=min(rest for _, rest, _ in timings), overlapped=self._trainer.prepared.device.type == "cuda",
+                    whole=self._config.checkpoints,
                 )
                 for first in range(0, len(timings), ranks)
             ]  # fmt: skip

@@ -218,8 +218,12 @@ class PipelineConfig:
 
 @section("activations")
 class ActivationsConfig:
-    """Bits of saved activations. The first five settings take one number, or a list with one for each stage."""
+    """What is kept for the backward pass. Settings of bits take one number, or a list with one for each stage."""
 
+    checkpoint: bool | None = None
+    """Keep only the input of each decoder layer, and compute the layer again in the backward pass, with the same
+    gradients. If omitted: on with `lora.rank`, unless bits or a plan are given; otherwise off. Backward passes are then
+    not split in two, whatever the schedule."""
     bits: tuple[int, ...] = (16,)
     """Bits of saved activations: 2 to 8, or 16 to leave them as they are."""
     norm: tuple[int, ...] = ()
@@ -237,6 +241,11 @@ class ActivationsConfig:
     plan: str = ""
     """File written by `lowbit plan memory`, with the bits of every stage or layer. It replaces all settings above
     except `rounding`."""
+
+    @property
+    def coded(self) -> bool:
+        """Whether a plan or bits below 16 say what is kept."""
+        return bool(self.plan) or min(*self.bits, *self.norm, *self.mlp, *self.linear, *self.attention, 16) < 16
 
 
 @section("gradients")
@@ -399,7 +408,13 @@ class TrainConfig:
         for name, values in METHODS[self.run.method].items():
             if name != "activations" or not self.activations.plan:
                 object.__setattr__(self, name, self._with(name, values))
-        replicas = self.pipeline.data_parallel
+        replicas, kept = self.pipeline.data_parallel, self.activations
+        if kept.checkpoint and kept.coded:
+            given = f"plan is {kept.plan!r}" if kept.plan else "bits, or those of a kind, are below 16"
+            raise ConfigError(
+                f"activations.checkpoint is true and activations.{given}; allowed: one of the two, or a plan of "
+                "`lowbit plan memory --by layer`, which has checkpoints"
+            )
         if self.lora.rank and not self.model.pretrained:
             raise ConfigError(
                 f"lora.rank is {self.lora.rank} and model.pretrained is empty; allowed: with model.pretrained only"
@@ -440,6 +455,13 @@ class TrainConfig:
     def rows(self) -> int:
         """Windows in a micro-batch."""
         return self.data.batch // (self.pipeline.microbatches * self.pipeline.data_parallel)
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether decoder layers run again in the backward pass: `activations.checkpoint`, or its default."""
+        if self.activations.checkpoint is not None:
+            return self.activations.checkpoint
+        return bool(self.lora.rank) and not self.activations.coded
 
     @property
     def codec_warmup_steps(self) -> int:

@@ -92,8 +92,8 @@ def _advice(config: TrainConfig, autocast: torch.dtype | None, *, activations: b
         options.insert(0, "lora.rank 16" if config.model.pretrained else "a smaller model")
         options += [] if config.optimizer.states == "8bit" else ['optimizer.states "8bit"']
     if activations:
-        if not config.activations.plan and max(config.activations.bits) == 16:
-            options.append("activations.bits 4")
+        if not config.activations.coded and not config.checkpoints:
+            options.append("activations.checkpoint true")
         if config.rows > 1:
             options.append("more pipeline.microbatches")
         options.append(f"a data.sequence below {config.data.sequence}")

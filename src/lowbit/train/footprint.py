@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowbit.codecs import parse
-from lowbit.simulate.step import ACTION, order_of
+from lowbit.simulate.step import ACTION, order_of, unsplit
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.cut import Share, attention_of, class_for, parts_of, whole_class
 from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, add_adapters, hugging_face_config, next_token_loss, targets_of
-from lowbit.train.weights import share_inputs, weights_of
+from lowbit.train.weights import checkpoint_layers, share_inputs, weights_of
 from lowbit.train.widened import widen_
 
 log = logging.getLogger(__name__)
@@ -322,10 +322,15 @@ def _measured(run: "_Sample", kinds: Sequence[Any], measured: Mapping[Any, int])
     for kind, number in measured.items():
         each[kind] = run(0, number)[0] - ends if number else ends
     first, last, both = (run(0, **where) for where in ({"first": True}, {"last": True}, {"first": True, "last": True}))
+    most = [extra, last[1]]
+    if run.config.checkpoints:  # each layer is computed again, and some kinds take more
+        for place, where in enumerate(({}, {"last": True})):
+            lines = [most[place], *(run(0, number, **where)[1] for number in measured.values() if number)]
+            most[place] = max(lines, key=lambda line: line.of(run.config.rows))
     base = each[kinds[0]]
     return BatchBytes(
         layers=tuple(each[kind] for kind in kinds), first=first[0] - base, middle=ends - base, last=last[0] - base,
-        whole=both[0] - base, extra=extra, extra_last=last[1],
+        whole=both[0] - base, extra=most[0], extra_last=most[1],
     )  # fmt: skip
 
 
@@ -356,6 +361,8 @@ class _Sample:
         if config.lora.rank:
             add_adapters(self.model, config)
             share_inputs(self.model, config, autocast)
+        if config.checkpoints:
+            checkpoint_layers(self.model)
         self.model.train()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
@@ -417,6 +424,7 @@ def held_batches(config: TrainConfig, layout: PipelineLayout) -> dict[int, int]:
     order = order_of(
         run.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank, microbatches=run.microbatches
     )
+    order = unsplit(order) if config.checkpoints else order
     most = dict.fromkeys(range(layout.stages), 0)
     for actions in order.values():
         now = dict.fromkeys(most, 0)

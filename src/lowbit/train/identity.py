@@ -32,7 +32,7 @@ FIXED = (
 
 _LOCAL = {  # settings that may differ between machines
     "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",
-    "run.output", "run.threads", "run.progress", "run.tensorboard", "run.report",
+    "activations.checkpoint", "run.output", "run.threads", "run.progress", "run.tensorboard", "run.report",
     "run.grace_seconds",
 }  # fmt: skip
 
@@ -105,6 +105,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     for name, section in {"activations": activations, "optimizer": config.optimizer}.items():
         identity |= {f"{name}.{key}": value for key, value in vars(section).items()}
     del identity["activations.plan"]  # the bits represent it
+    del identity["activations.checkpoint"]  # gradients are the same
     identity["activations.layers"] = layers
     return json.loads(json.dumps(identity))
 

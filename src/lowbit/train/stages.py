@@ -67,6 +67,9 @@ class Pipeline:
         self.device, self._group, self.width = prepared.device, group, next(iter(modules.values())).width
         self._loss = _Loss()  # a method of this object would keep it alive in a cycle with the schedule
         self.stages = [self._stage(index) for index in modules]
+        if self.config.checkpoints:
+            for stage in self.stages:
+                _never_split(stage)
         if storage is not None:
             for stage in self.stages:
                 _absorb_weight_passes(stage, storage)
@@ -222,6 +225,17 @@ class _Loss:
         if self.learned is None:
             return next_token_loss(logits, targets)
         return next_token_loss(logits, targets, "sum") / self.learned
+
+
+def _never_split(stage: PipelineStage) -> None:
+    """Run whole backward passes: until its second part, a split one would hold what layers have computed again."""
+    backward = stage.backward_one_chunk
+
+    def whole(number: int, loss: Any = None, full_backward: bool = True, **named: Any) -> None:
+        backward(number, loss, **named)
+
+    stage.backward_one_chunk = whole  # pyright: ignore[reportAttributeAccessIssue]
+    stage.backward_weight_one_chunk = lambda *args, **kwargs: None
 
 
 def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> None:

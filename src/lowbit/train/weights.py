@@ -6,18 +6,21 @@ drawn, one at a time.
 
 import contextlib
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowbit.activations import checkpoint_
 from lowbit.config import ConfigError
 from lowbit.train.config import TrainConfig
-from lowbit.train.cut import Share, attention_of, class_for, whole_class
+from lowbit.train.cut import Elsewhere, Share, attention_of, class_for, parts_of, whole_class
 from lowbit.train.model import add_adapters, hugging_face_config
 from lowbit.train.pretrained import check_weights, load, read_config, same_tensors
 from lowbit.train.widened import widen_
@@ -27,6 +30,8 @@ _CONSTANT = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.op
 
 
 _MMAP_THRESHOLD, _LOADING, _USUAL = -3, 1 << 20, 32 << 20  # of glibc's mallopt; the last is what it reaches by itself
+_DONTNEED = 4  # of madvise
+_MAPPED_FILE = re.compile(r"(?m)^([0-9a-f]+)-([0-9a-f]+) .*\.safetensors\n(?:[A-Z].*\n)*?Anonymous: +(\d+) kB")
 _MALLOC = ctypes.CDLL(None) if hasattr(ctypes.CDLL(None), "malloc_trim") else None  # glibc only
 
 
@@ -45,6 +50,20 @@ def _returned_memory() -> Iterator[None]:
         if _MALLOC is not None:
             _MALLOC.mallopt(_MMAP_THRESHOLD, _USUAL)
             _MALLOC.malloc_trim(0)
+            _release_files(_MALLOC)
+
+
+def _release_files(libc: Any) -> None:
+    """Drop from this process the pages of weights files that were read, and that the system reads again if needed.
+
+    A file stays mapped as a whole while one of its tensors is in use, such as an embedding beside quantized weights.
+    """
+    with contextlib.suppress(OSError):  # Linux only
+        mappings = re.findall(_MAPPED_FILE, Path("/proc/self/smaps").read_text())
+        for begin, end, changed in mappings:
+            if changed == "0":  # a page that was written to exists nowhere else
+                start = int(begin, 16)
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(int(end, 16) - start), _DONTNEED)
 
 
 @_returned_memory()
@@ -75,6 +94,8 @@ def build_share(config: TrainConfig, share: Share, *, vocab: int, device: torch.
             widen_(built)
         add_adapters(built, config)
         share_inputs(built, config, autocast)
+    if config.checkpoints:
+        checkpoint_layers(built)
     return built.train()  # a pretrained model is loaded in evaluation mode, without dropout
 
 
@@ -115,6 +136,13 @@ def share_loader(
         return built
 
     return read
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Keep only the input of each decoder layer for backward, where the layer runs again."""
+    for number, layer in enumerate(getattr(model.base_model, parts_of(model.config)[1])):
+        if not isinstance(layer, Elsewhere):
+            checkpoint_(layer, name=str(number))
 
 
 def share_inputs(model: nn.Module, config: TrainConfig, autocast: torch.dtype | None) -> None:
