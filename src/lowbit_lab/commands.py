@@ -31,8 +31,8 @@ class Demo:
             """Folder for the report, the chart and the models."""
             big: bool = False
             """Train adapters on a Llama of 8 billion random weights in 4 bits instead, over 25 Mbit/s, and show the
-            memory and the traffic of both ranks. It needs 17 GB of disk, 10 GB of memory, network namespaces, and about
-            10 minutes on two cores. A second run finds the model in `output`."""
+            memory and the traffic of both ranks. It needs 16.1 GB of disk in `output`, where a second run finds the
+            model, and network namespaces; it says so if memory is missing."""
 
         return Parser(program, self.summary, DemoConfig, examples=self.examples)
 

@@ -92,13 +92,16 @@ def run(
     model = output / "model"
     configs = [recipe(output, rank, steps) for rank in range(RANKS)]
     check_files(output, configs)
+    there = complete(model, sizes)
     check_disk(model, sizes)
-    if not complete(model, sizes):
-        console.print(f"Writing random weights to {model}; a second run finds them there.", highlight=False)
+    if not there:
         RunFolder(output).note(*(f"model/{name}" for name in (*files_of(sizes), "config.json", _INDEX)))
-        write_random(model, sizes)
+        write_config(model, sizes)
     plans = plan(configs[0], sizes)
     check_memory(sum(each["planned_bytes"] for each in plans))
+    if not there:
+        console.print(f"Writing random weights to {model}; a second run finds them there.", highlight=False)
+        write_random(model, sizes)
     RunFolder(output).note(*FILES)
     measured = train(output, configs)
     rows: list[Row] = [
@@ -214,12 +217,18 @@ def complete(model: Path, sizes: Mapping[str, Any]) -> bool:
     return False
 
 
-def write_random(model: Path, sizes: Mapping[str, Any]) -> None:
-    """Write a model of random bfloat16 weights, layer by layer. Matrices are pieces of the same noise, in any order."""
+def write_config(model: Path, sizes: Mapping[str, Any]) -> None:
+    """Write the configuration of a model whose weights are not there, or of other sizes."""
     from transformers import LlamaConfig
 
     model.mkdir(parents=True, exist_ok=True)
     (model / _INDEX).unlink(missing_ok=True)
+    config = LlamaConfig(**sizes, dtype="bfloat16", architectures=["LlamaForCausalLM"])  # pyright: ignore[reportCallIssue]
+    config.save_pretrained(model)
+
+
+def write_random(model: Path, sizes: Mapping[str, Any]) -> None:
+    """Write random bfloat16 weights, layer by layer. Matrices are pieces of the same noise, in any order."""
     generator = torch.Generator().manual_seed(0)
     noise = (0.02 * torch.randn(_NOISE, generator=generator)).to(torch.bfloat16)
     places, total = dict[str, str](), 0
@@ -231,8 +240,6 @@ def write_random(model: Path, sizes: Mapping[str, Any]) -> None:
             made[name] = some.clone() if tensor.dim() > 1 else torch.ones(tensor.shape, dtype=torch.bfloat16)
             places[name], total = file, total + made[name].nbytes
         save_file(made, model / file, metadata={"format": "pt"})
-    config = LlamaConfig(**sizes, dtype="bfloat16", architectures=["LlamaForCausalLM"])  # pyright: ignore[reportCallIssue]
-    config.save_pretrained(model)
     (model / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}))
 
 

@@ -45,6 +45,8 @@ def test_two_ranks_train_a_model_that_is_made_once(tmp_path: Path):
 
 
 def test_the_model_is_whole_and_an_unfinished_one_is_not(tmp_path: Path):
+    big.write_config(tmp_path, TINY)
+    assert not big.complete(tmp_path, TINY)
     big.write_random(tmp_path, TINY)
     stored = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert stored["weight_map"].keys() == big.tensors_of(TINY).keys()
@@ -62,11 +64,14 @@ def test_the_model_is_whole_and_an_unfinished_one_is_not(tmp_path: Path):
 def test_what_is_missing_is_one_line_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: None))
     monkeypatch.setattr(big.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 7_000_000_000}))
-    with pytest.raises(ConfigError, match=r"model needs 16\.1 GB for the model, and 7\.0 GB of the disk is free$"):
+    with pytest.raises(ConfigError, match=r"the model needs 16\.1 GB in .*, and 7\.0 GB of the disk is free$"):
         big.run(tmp_path)
-    monkeypatch.setattr(big, "memory_of", lambda _: (2_000_000_000, 0))
-    with pytest.raises(ConfigError, match=r"^both ranks need 7\.5 GB of memory, and 2\.0 GB is free$"):
-        big.check_memory(7_500_000_000)
+    monkeypatch.undo()
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: None))
+    monkeypatch.setattr(big, "memory_of", lambda _: (200_000_000, 0))
+    with pytest.raises(ConfigError, match=r"^both ranks need 0\.9 GB of memory, and 0\.2 GB is free$"):
+        big.run(tmp_path, sizes=TINY)
+    assert not list(tmp_path.rglob("*.safetensors"))
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No namespaces here."))
     with pytest.raises(LinkUnavailable, match=r"^No namespaces here\.$"):
         big.run(tmp_path)
