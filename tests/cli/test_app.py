@@ -136,9 +136,11 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
 def test_the_demo_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     told: list[Path] = []
     monkeypatch.setattr("lowbit_lab.bench.demo.run", told.append)
+    monkeypatch.setattr("lowbit_lab.bench.big.run", lambda output: told.append(output / "big"))
     assert invoke("demo", "--output", str(tmp_path)).exit_code == 0
     assert invoke("demo").exit_code == 0
-    assert told == [tmp_path, Path("runs/demo")]
+    assert invoke("demo", "--big").exit_code == 0
+    assert told == [tmp_path, Path("runs/demo"), Path("runs/demo/big")]
 
 
 @pytest.mark.usefixtures("ran")

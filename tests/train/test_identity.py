@@ -37,7 +37,11 @@ def test_every_setting_is_compared_or_free_on_purpose(tmp_path: Path):
         for section in (field.name for field in dataclasses.fields(TrainConfig))
         for field in dataclasses.fields(getattr(config, section))
     }
-    free = {"activations.plan", "activations.checkpoint"} | {f"run.{key}" for key in LOCAL} | {f"data.{key}" for key in TEXT}
+    free = (
+        {"activations.plan", "activations.checkpoint"}
+        | {f"run.{key}" for key in LOCAL}
+        | {f"data.{key}" for key in TEXT}
+    )
     free |= {f"pipeline.{key}" for key in LAYOUT | LAYERS}
     free |= {f"elastic.{key}" for key in ("lighthouse", "at_least", "error_feedback")}
     assert identity(config).keys() == every - free | {"activations.layers"}  # what a plan for each layer says

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from benchmarks.qlora import by_peft
 from lowbit.config import ConfigError
-from lowbit.train import TrainConfig
+from lowbit.train import TrainConfig, weights
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
 from tests.refused import refused
@@ -90,3 +90,16 @@ def test_weights_in_few_bits_that_cannot_be_trained_are_refused(tmp_path: Path, 
     refused(
         (lambda: prepare(config, ranks=1), ConfigError, "model.weights is nf4, which needs the package bitsandbytes")
     )
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (50, 100), (1, 3)])
+def test_weights_that_are_quantized_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]):
+    functional = pytest.importorskip("bitsandbytes").functional
+    matrix, pieces = torch.randn(shape, dtype=torch.bfloat16), weights._InPieces()
+    whole, state = functional.quantize_4bit(matrix, compress_statistics=True, quant_type="nf4")
+    monkeypatch.setattr(weights, "_PIECE", 1024)
+    with pieces:
+        packed, others = functional.quantize_4bit(matrix, compress_statistics=True, quant_type="nf4")
+    assert torch.equal(packed, whole)
+    assert torch.equal(others.absmax, state.absmax)
+    assert torch.equal(functional.dequantize_4bit(packed, others), functional.dequantize_4bit(whole, state))

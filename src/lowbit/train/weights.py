@@ -29,6 +29,7 @@ _RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 _CONSTANT = {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}
 
 
+_PIECE = 1 << 20  # weights that are quantized at a time on the CPU
 _MMAP_THRESHOLD, _LOADING, _USUAL = -3, 1 << 20, 32 << 20  # of glibc's mallopt; the last is what it reaches by itself
 _DONTNEED = 4  # of madvise
 _MAPPED_FILE = re.compile(r"(?m)^([0-9a-f]+)-([0-9a-f]+) .*\.safetensors\n(?:[A-Z].*\n)*?Anonymous: +(\d+) kB")
@@ -129,10 +130,11 @@ def share_loader(
     def read(share: Share) -> Any:
         if only_output and share.first:
             share = replace(share, last=True)  # it is the embedding
-        built, _ = load(
-            class_for(exact, share), folder, key, config=exact, attn_implementation=attention_of(exact), dtype=dtype,
-            quantization_config=quantized, **placed,
-        )  # fmt: skip
+        with _InPieces():
+            built, _ = load(
+                class_for(exact, share), folder, key, config=exact, attn_implementation=attention_of(exact),
+                dtype=dtype, quantization_config=quantized, **placed,
+            )  # fmt: skip
         return built
 
     return read
@@ -143,6 +145,19 @@ def checkpoint_layers(model: Any) -> None:
     for number, layer in enumerate(getattr(model.base_model, parts_of(model.config)[1])):
         if not isinstance(layer, Elsewhere):
             checkpoint_(layer, name=str(number))
+
+
+class _InPieces(TorchDispatchMode):
+    """Quantizes large matrices a piece at a time on the CPU, where bitsandbytes makes several float32 copies of each.
+
+    The result is the same. It takes less memory, and a third less time, since the copies stay in the caches.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) != "bitsandbytes.quantize_4bit.default" or args[0].device.type != "cpu":
+            return func(*args, **(kwargs or {}))
+        parts = [func(piece, *args[1:], **(kwargs or {})) for piece in args[0].reshape(-1).split(_PIECE)]
+        return tuple(torch.cat(same) for same in zip(*parts, strict=True))
 
 
 def share_inputs(model: nn.Module, config: TrainConfig, autocast: torch.dtype | None) -> None:
