@@ -113,6 +113,9 @@ def test_the_page_on_models_has_what_is_recorded_assumed_and_planned():
         f"round trips of {of.LINKS[10]} ms, at 1,000 Mbit/s {of.LINKS[1000]} ms",
     ):  # fmt: skip
         assert text in page
+    fits = {row["model"]: row["fits"] for row in rows if row["method"] == "QLoRA"}  # as README says
+    for least, model in ((8, "Llama-3.1-8B"), (12, "Qwen2.5-14B"), (24, "Qwen2.5-32B")):
+        assert fits[model]["2"] <= least < (fits[model]["1"] or 99)
     name = next(iter(of.MODELS))
     planned: list[dict[str, Any]] = list(islice(of.rows_of(name), 3))  # as the planner still plans
     kept = [row for row in rows if row["model"] == name][:3]
