@@ -18,14 +18,14 @@ from tests.forked import CONTEXT
 RECIPE = """
 [model]
 dim = 32
-layers = 2
+layers = 4
 heads = 2
 [data]
 text = "text.txt"
 sequence = 32
-batch = 4
+batch = 8
 [pipeline]
-microbatches = 2
+microbatches = 4
 forward = "bf16"
 backward = "bf16"
 [run]

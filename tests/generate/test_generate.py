@@ -22,6 +22,7 @@ from lowbit.generate.rank import Answering, answer
 from lowbit.generate.settings import GenerateSettings
 from lowbit.train.answers import Encoded
 from lowbit.train.cut import CUT, attention_of
+from lowbit.train.device import choose_autocast
 from lowbit.train.pretrained import ByteTokenizer
 from lowbit.train.weights import quantization
 from tests.processes import Ranks
@@ -94,14 +95,17 @@ def adapted(folder: Path, kind: str = "llama") -> str:
 @pytest.mark.parametrize(("kind", "weights"), [("gpt2", "fp32"), ("qwen2", "nf4"), ("gemma2", "int8")])
 def test_adapters_answer_what_peft_does(ranks: Ranks, tmp_path: Path, kind: str, weights: str):
     options: dict[str, Any] = {}
+    autocast = choose_autocast("auto", torch.device("cpu"))
     if weights != "fp32":
         pytest.importorskip("bitsandbytes")
         options = {
             "dtype": torch.bfloat16,
-            "quantization_config": quantization(weights, None, torch.bfloat16, double=True),
+            "quantization_config": quantization(weights, None, autocast or torch.float32, double=True),
         }
     folder = adapted(tmp_path, kind)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **{"dtype": torch.float32} | options)
+    if options and autocast is None:  # products in float32
+        base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     expected = in_one_process(peft.PeftModel.from_pretrained(base, folder))
     assert expected != in_one_process(AutoModelForCausalLM.from_pretrained(tmp_path / "base")), "adapters matter"
     given = settings(folder, weights=weights, double_quantization=weights == "nf4", batch=1)

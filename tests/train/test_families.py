@@ -204,7 +204,7 @@ def _check_loading(model: Any, folder: Path) -> None:
     assert seen >= expected.keys()
     (folder / "trained").mkdir()
     export = Export(stages, None, None, adapters=False)
-    export.reserve(folder / "trained", "model")
+    export.reserve(folder / "trained")
     export.write()
     save_config(folder / "trained", model.config, torch.float32)
     exported = whole_class(model.config).from_pretrained(folder / "trained").state_dict()

@@ -233,7 +233,7 @@ def test_a_share_of_a_random_model_has_the_weights_of_the_whole(family: str, tie
 
 
 def _train_with_a_slow_disk(config: TrainConfig, seconds: float) -> int:
-    def save(folder: Path, *_: Any) -> None:
+    def save(folder: Path, *_: Any, **__: Any) -> None:
         time.sleep(seconds)
         (folder / "config.json").write_text("{}")
 

@@ -173,10 +173,14 @@ def share_inputs(model: nn.Module, config: TrainConfig, autocast: torch.dtype | 
 
 
 def weights_of(config: TrainConfig, autocast: torch.dtype | None) -> str:
-    """Return the format of a run's weights in memory: `model.weights`, or its default."""
+    """Return the format of a run's weights in memory: `model.weights`, or its default.
+
+    It is bf16 for what a folder with weights in few bits has besides these.
+    """
     if config.model.weights is not None:
         return config.model.weights
-    return "bf16" if config.lora.rank and autocast == torch.bfloat16 else "fp32"
+    stored = bool(config.model.pretrained and read_config(config.model.pretrained).get("quantization_config"))
+    return "bf16" if stored or (config.lora.rank and autocast == torch.bfloat16) else "fp32"
 
 
 def check_quantization(config: TrainConfig) -> None:
