@@ -57,7 +57,7 @@ def _returned_memory() -> Iterator[None]:
 def _release_files(libc: Any) -> None:
     """Drop from this process the pages of weights files that were read, and that the system reads again if needed.
 
-    A file stays mapped as a whole while one of its tensors is in use, such as an embedding beside quantized weights.
+    The whole file stays mapped as long as any of its tensors is in use, such as the embedding of a quantized model.
     """
     with contextlib.suppress(OSError):  # Linux only
         mappings = re.findall(_MAPPED_FILE, Path("/proc/self/smaps").read_text())
