@@ -109,7 +109,8 @@ class Predictor:
         if machine.layer_seconds:
             growing = machine.layer_seconds - machine.layer_overhead
             measured = machine.layer_overhead + tokens * growing / machine.layer_tokens
-            return measured * self.sizes.passes / 3  # all weights were trained
+            adapted = self.sizes.last_passes == 2
+            return measured if adapted else measured * self.sizes.passes / 3  # with adapters, of the run's own layers
         return tokens * self.sizes.passes * self.sizes.layer_flops / (machine.tflops * 1e12)
 
     def predict(self, choice: PipelineChoice) -> Prediction:
