@@ -12,18 +12,18 @@ SEED   ?= $(shell date +%s)
 # Compiled graphs are for one kind of processor, which PyTorch's cache of them does not tell apart.
 AVX2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2
 SSE2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-sse2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 NUMBA_CPU_NAME=generic
-CPU_TESTS := $(addprefix tests/,kernels codecs tensor_parallel lab/evaluate collectives/test_feature_int.py cli/test_app.py) \
-  $(addprefix tests/activations/test_,operators.py modules.py distributed.py) $(addprefix tests/train/test_,prepare.py loop.py activations.py)
+CPU_TESTS := $(addprefix tests/,lowbit/kernels lowbit/codecs lowbit/tensor_parallel lowbit/collectives/test_feature_int.py lowbit_lab/evaluate lowbit_run/cli/test_app.py) \
+  $(addprefix tests/lowbit/activations/test_,operators.py modules.py distributed.py) $(addprefix tests/lowbit_run/train/test_,prepare.py loop.py activations.py)
 TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
 ENGINES := .venv-engines
 # Those of Transformers and of vLLM's stand-in run in `make test`, with the same PyTorch and Transformers.
-ENGINE_TESTS := $(addprefix tests/integrations/test_,torchft.py train.py torchtitan.py megatron.py megatron_layers.py pages.py)
-TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py wire/test_pytorch.py) \
+ENGINE_TESTS := $(addprefix tests/lowbit/integrations/test_,torchft.py train.py torchtitan.py megatron.py megatron_layers.py pages.py)
+TORCH_TESTS := $(addprefix tests/,lowbit/pipeline lowbit/activations/test_distributed.py lowbit/wire/test_pytorch.py lowbit_run/train/test_loop.py) \
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 # Not on the terminal: what the theme's authors have to say of MkDocs 2.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_staged.py train/test_device.py lab/bench/test_convergence.py)
+GPU_TESTS := $(addprefix tests/,lowbit/codecs/test_gpu.py lowbit/pipeline/test_staged.py lowbit_run/train/test_device.py lowbit_lab/bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-lab test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report docs docs-serve docs-browser reports-browser real-models reference package lint format clean

@@ -1,9 +1,9 @@
 """`python -m benchmarks NAME ...`."""
 
 from benchmarks.figures import Figures
-from lowbit.cli import main
-from lowbit.cli.app import Group
-from lowbit.cli.commands import measurements
+from lowbit_run.cli import main
+from lowbit_run.cli.app import Group
+from lowbit_run.cli.commands import measurements
 
 BENCHMARKS = Group(
     "Measurements that only developers of lowbit need, and the figures of the documentation.",

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowbit.codecs import parse_pair
-from lowbit.train.metrics import read_metrics
 from lowbit_lab.network import SlowLink
+from lowbit_run.train.metrics import read_metrics
 
 RTT_MS = 40.0
 _MODEL = shlex.split(

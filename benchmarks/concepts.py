@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from lowbit.codecs import GroupInt, TAHQuant, backward_codec
-from lowbit.report.command import Report, Row, machine
-from lowbit.train.config import DataConfig, ModelConfig
-from lowbit.train.data import load_data
-from lowbit.train.model import build_model, vocabulary
 from lowbit_lab.bench.spectrum import outside
 from lowbit_lab.bench.training import capture, spread_evenly
 from lowbit_lab.charts.style import SMALL, TEXT, THEMES, TITLE, WIDTH, Theme, family, mixed, title_of
+from lowbit_run.report.command import Report, Row, machine
+from lowbit_run.train.config import DataConfig, ModelConfig
+from lowbit_run.train.data import load_data
+from lowbit_run.train.model import build_model, vocabulary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

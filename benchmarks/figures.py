@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.cli.commands import measurements
-from lowbit.config import section
-from lowbit.report import Command, Report, Row
 from lowbit_lab.bench.settings import link_name
 from lowbit_lab.charts.charts import Chart, draw
 from lowbit_lab.charts.style import THEMES
+from lowbit_run.cli.commands import measurements
+from lowbit_run.config import section
+from lowbit_run.report import Command, Report, Row
 
 if TYPE_CHECKING:
-    from lowbit.cli.parser import Parser
+    from lowbit_run.cli.parser import Parser
 
 
 @section()
@@ -50,7 +50,7 @@ class Figures:
 
     def parser(self, program: str) -> "Parser":
         """Return the parser of its command line."""
-        from lowbit.cli.parser import Parser
+        from lowbit_run.cli.parser import Parser
 
         return Parser(program, self.summary, FiguresSettings)
 

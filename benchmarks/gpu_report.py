@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.figures import command_of
 from benchmarks.which_model import replaced
-from lowbit.config import ConfigError
-from lowbit.report import Command, Row, machine
+from lowbit_run.config import ConfigError
+from lowbit_run.report import Command, Row, machine
 
 PAGE, FOLDER = Path(__file__).parents[1] / "docs/results/gpu.md", Path("runs/gpu-report")
 BENCHMARKS = {

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.train import TrainConfig, from_mapping
-from lowbit.train.data import Order, load_data
-from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
+from lowbit_run.train import TrainConfig, from_mapping
+from lowbit_run.train.data import Order, load_data
+from lowbit_run.train.optim import learning_rate, make_optimizer, set_learning_rate
 
 
 def by_peft(config: TrainConfig) -> Iterator[tuple[float, dict[str, Tensor]]]:

@@ -18,9 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.train.config import AUTO, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit_lab.bench.runs import (
     MANY_STAGES,
     PROGRAM,
@@ -37,6 +34,9 @@ from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import recommended, row_name
 from lowbit_lab.network import Link, SlowLink
+from lowbit_run.config import ConfigError, NonNegative, Positive, section
+from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.train.config import AUTO, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 
 
 @section()

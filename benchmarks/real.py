@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lowbit.codecs import parse_pair
-from lowbit.config import ConfigError, Positive, section
 from lowbit.pipeline import emulate_
-from lowbit.report import Column, Command, Row, Table
-from lowbit.train.data import files_named, library_files
-from lowbit.train.pretrained import check_files
 from lowbit_lab.bench.settings import AtLeastTwo, Names, check_stages, formats_of
 from lowbit_lab.bench.training import boundary_modules
 from lowbit_lab.charts.style import row_name
+from lowbit_run.config import ConfigError, Positive, section
+from lowbit_run.report import Column, Command, Row, Table
+from lowbit_run.train.data import files_named, library_files
+from lowbit_run.train.pretrained import check_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from pathlib import Path
 
 PHASES = ("loading", "steps", "saving")
 KINDS = {"anonymous": "RssAnon", "resident": "VmRSS"}
-_IMPORTS = "import lowbit.train.trainer, transformers, torch._dynamo; print(flush=True); input()"
+_IMPORTS = "import lowbit_run.train.trainer, transformers, torch._dynamo; print(flush=True); input()"
 _PERIOD = 0.02  # seconds between samples
 
 Peaks = dict[tuple[int, str, str], float]
@@ -25,7 +25,16 @@ Peaks = dict[tuple[int, str, str], float]
 def measure(folder: Path, options: Sequence[str]) -> Peaks:
     """Train with these options, and return the peaks of all ranks, less an idle interpreter's memory."""
     idle = _idle()
-    command = [sys.executable, "-m", "lowbit", "train", *options, "--run.output", str(folder), "--run.overwrite=true"]
+    command = [
+        sys.executable,
+        "-m",
+        "lowbit_run",
+        "train",
+        *options,
+        "--run.output",
+        str(folder),
+        "--run.overwrite=true",
+    ]
     peaks: Peaks = {}
     with subprocess.Popen(command) as run:
         while run.poll() is None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from lowbit.plan.cluster import Cluster, ClusterLink, Machine
-from lowbit.plan.predict import MemoryShort, Predictor, search
-from lowbit.plan.sizes import ModelSizes, measure_sizes
-from lowbit.report import Row
-from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, PipelineConfig, TrainConfig
+from lowbit_run.plan.cluster import Cluster, ClusterLink, Machine
+from lowbit_run.plan.predict import MemoryShort, Predictor, search
+from lowbit_run.plan.sizes import ModelSizes, measure_sizes
+from lowbit_run.report import Row
+from lowbit_run.train.config import DataConfig, LoraConfig, ModelConfig, PipelineConfig, TrainConfig
 
 START = Path(__file__).parents[1] / "docs/start"
 PAGE, RECORDED = START / "which-model.md", START / "data/which-model.json"

@@ -6,7 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 from unittest import mock
 
-from lowbit.cli import main
+from lowbit_run.cli import main
 
 
 class Outcome(NamedTuple):

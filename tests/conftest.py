@@ -16,13 +16,17 @@ torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
 LONG = [
-    *("lab/bench/test_demo.py", "lab/bench/test_convergence.py", "test_docs.py", "test_examples.py"),
-    *("train/test_launch.py", "doctor/test_network.py"),
-    *("plan/test_held.py", "fuzz/test_fuzz.py", "lab/bench/test_gradients.py", "lab/bench/test_pipeline.py"),
-    *("lab/network/test_distance.py", "kernels/test_jit.py", "train/test_loop.py", "train/test_progress.py"),
-    *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "job/test_peers.py"),
-    *("train/checkpoints/test_resume.py", "train/checkpoints/test_save.py", "lab/bench/test_memory.py"),
-    *("collectives/test_reduce.py", "collectives/test_exchange.py", "pipeline/test_guard.py", "train/test_model.py"),
+    *("lowbit_lab/bench/test_demo.py", "lowbit_lab/bench/test_convergence.py", "test_docs.py"),
+    *("test_examples.py", "lowbit_run/train/test_launch.py", "lowbit_run/doctor/test_network.py"),
+    *("lowbit_run/plan/test_held.py", "fuzz/test_fuzz.py", "lowbit_lab/bench/test_gradients.py"),
+    *("lowbit_lab/bench/test_pipeline.py", "lowbit_lab/network/test_distance.py"),
+    *("lowbit/kernels/test_jit.py", "lowbit_run/train/test_loop.py", "lowbit_run/train/test_progress.py"),
+    *("lowbit/pipeline/test_transport.py", "lowbit_run/train/test_supervise.py"),
+    *("lowbit_run/cli/test_app.py", "lowbit_run/job/test_peers.py"),
+    *("lowbit_run/train/checkpoints/test_resume.py", "lowbit_run/train/checkpoints/test_save.py"),
+    *("lowbit_lab/bench/test_memory.py", "lowbit/collectives/test_reduce.py"),
+    *("lowbit/collectives/test_exchange.py", "lowbit/pipeline/test_guard.py"),
+    *("lowbit_run/train/test_model.py",),
 ]
 """Files that take longest. A file is one worker's: the last one to start keeps the others waiting."""
 
@@ -30,7 +34,7 @@ LONG = [
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, so that the workers of `make test` end together. The laboratory's tests are marked `lab`."""
     for item in items:
-        if TESTS / "lab" in item.path.parents and item.path.name != "test_tour.py":
+        if TESTS / "lowbit_lab" in item.path.parents and item.path.name != "test_tour.py":
             item.add_marker(pytest.mark.lab)
     places = {TESTS / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(places)))

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowbit.train import TrainConfig, train
 from lowbit.wire import messages
 from lowbit_lab.network import SlowLink, delay
+from lowbit_run.train import TrainConfig, train
 from tests.forked import CONTEXT
 
 _HEADERS = 66

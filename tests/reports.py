@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lowbit.cli.commands import write
+from lowbit_run.cli.commands import write
 from tests.browser import chromium, faults, tell
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"

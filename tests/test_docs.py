@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowbit
 from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS, Group
-from lowbit.plan.cluster import Cluster
-from lowbit.train import ConfigError, from_mapping
-from lowbit.train.pretrained import ByteTokenizer
+from lowbit_run.cli.app import COMMANDS, Group
+from lowbit_run.plan.cluster import Cluster
+from lowbit_run.train import ConfigError, from_mapping
+from lowbit_run.train.pretrained import ByteTokenizer
 from tests.forked import run_script
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, ADDRESSES = SETTINGS["project"], SETTINGS["tool"]["lowbit"]
 KINDS = {
     "python": "run, with torchrun=N as N ranks",
-    "py": "run where the packages that it names are installed: by tests/integrations/test_pages.py",
+    "py": "run where the packages that it names are installed: by tests/lowbit/integrations/test_pages.py",
     "bash": "commands, parsed",
     "console": "commands, parsed, and what they print",
     "toml": "a training configuration, a cluster, or what a package declares, read",
@@ -159,7 +159,7 @@ MADE_EARLIER = {
 """What the commands of a page have made before its Python runs."""
 
 
-SLOW = {"docs/tutorials/own-pipeline.md"}  # 20 s; what it does is in the examples and in tests/pipeline, too
+SLOW = {"docs/tutorials/own-pipeline.md"}  # 20 s; what it does is in the examples and in tests/lowbit/pipeline, too
 
 
 @pytest.mark.parametrize(

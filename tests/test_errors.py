@@ -14,7 +14,7 @@ from tests.test_import import PUBLIC
 LIBRARY = [
     name
     for name in PUBLIC
-    if "lab" not in name and name not in ("lowbit", "lowbit.cli", "lowbit.config", "lowbit.train")
+    if "lab" not in name and name not in ("lowbit", "lowbit_run.cli", "lowbit_run.config", "lowbit_run.train")
 ]
 WRONG = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(99))), "long" * 200, {f"layer {i}": i for i in range(999)}]
 

@@ -15,8 +15,8 @@ PUBLIC = {
     "lowbit": "__version__",
     "lowbit.activations": ("Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted restore_"),
     "lowbit_lab.bench": "COMMANDS",
-    "lowbit.cli": "main",
-    "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
+    "lowbit_run.cli": "main",
+    "lowbit_run.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
         "AQSGD BlockFloat8 Cast Codec CodecError FeatureInt GroupInt Session StatefulCodec Summable "
         "TAHQuant TransformQuant backward_codec parse parse_pair"
@@ -24,28 +24,28 @@ PUBLIC = {
     "lowbit.collectives": (
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
-    "lowbit.doctor": "",
+    "lowbit_run.doctor": "",
     "lowbit_lab.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
-    "lowbit.generate": "",
+    "lowbit_run.generate": "",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.integrations": "EngineError",
-    "lowbit.job": "",
+    "lowbit_run.job": "",
     "lowbit.kernels": "Operator apart backend implementation operator",
     "lowbit_lab.network": "Link LinkUnavailable SlowLink goodput round_trip",
-    "lowbit.plan": (
+    "lowbit_run.plan": (
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic connect_more emulate_",
-    "lowbit.report": (
+    "lowbit_run.report": (
         "Baseline Column Command Report Row Table Value check_output compare execute machine run spread summary"
     ),
     "lowbit_lab.charts": "Bars Heights Lines Points Stacks",
-    "lowbit.simulate": "Actions Channel Network StageTimes Step Timeline actions actions_from simulate",
+    "lowbit_run.simulate": "Actions Channel Network StageTimes Step Timeline actions actions_from simulate",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Installed LowBitRowwiseParallel ModelSum SumSettings Thresholds "
         "Traffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"
     ),
-    "lowbit.train": (
+    "lowbit_run.train": (
         "ConfigError LaunchError StepMetrics StoppedError Summary TrainConfig from_mapping load run train"
     ),
     "lowbit.wire": "",
@@ -68,7 +68,7 @@ def python(program: str, **environment: str) -> str:
 def test_the_library_loads_no_kernel_compiler_no_extra_and_nothing_of_the_laboratory():
     seen = "print(*{m.split('.')[0] for m in sys.modules})"
     core = "lowbit.codecs, lowbit.pipeline, lowbit.wire.agreement"
-    more = "lowbit.train, lowbit.plan, lowbit.tensor_parallel, lowbit.report, lowbit.activations"
+    more = "lowbit_run.train, lowbit_run.plan, lowbit.tensor_parallel, lowbit_run.report, lowbit.activations"
     loaded = python(f"import sys, lowbit; {seen}; import {core}; {seen}; import {more}; {seen}").splitlines()
     package, first, second = ({*line.split()} for line in loaded)
     assert not package & (HEAVY | {"torch", "numpy"}), "the package itself loads nothing"

@@ -9,46 +9,56 @@ import re
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-_BOUNDARY = {"collectives", "wire", "codecs", "terminal"}
-_RECIPE = _BOUNDARY | {"config", "pipeline", "gradients", "activations"}
+_BOUNDARY = {"lowbit.collectives", "lowbit.wire", "lowbit.codecs", "lowbit.escape"}
+_LIBRARY = _BOUNDARY | {"lowbit.pipeline", "lowbit.gradients", "lowbit.activations"}
+_PROGRAM = {"lowbit_run.config", "lowbit_run.job", "lowbit_run.terminal", "lowbit_run.train"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "terminal": set(),
-    "cores": set(),
-    "kernels": set(),
-    "config": {"terminal"},
-    "report": {"terminal", "config", "cores"},
-    "codecs": {"kernels", "terminal"},
-    "wire": {"terminal"},
-    "job": {"wire", "config", "terminal"},
-    "collectives": {"wire", "codecs", "terminal"},
-    "pipeline": _BOUNDARY,
-    "gradients": _BOUNDARY,
-    "tensor_parallel": _BOUNDARY,
-    "activations": {"codecs", "kernels", "terminal"},
-    "integrations": _RECIPE | {"tensor_parallel"},
-    "train": _RECIPE | {"cores", "job", "integrations", "report", "simulate"},
-    "simulate": {"codecs", "kernels", "terminal"},
-    "plan": _RECIPE | {"report", "train", "simulate"},
-    "generate": {"codecs", "config", "integrations", "job", "terminal", "train", "wire"},
-    "doctor": {"codecs", "config", "cores", "job", "plan", "report", "terminal", "train", "wire"},
-    "cli": _RECIPE | {"job", "report", "train", "plan", "doctor", "generate"},
-    "__main__": {"cli"},
+    "lowbit": set(),
+    "lowbit.escape": set(),
+    "lowbit.kernels": set(),
+    "lowbit.codecs": {"lowbit.kernels", "lowbit.escape"},
+    "lowbit.wire": {"lowbit.escape"},
+    "lowbit.collectives": {"lowbit.wire", "lowbit.codecs", "lowbit.escape"},
+    "lowbit.pipeline": _BOUNDARY,
+    "lowbit.gradients": _BOUNDARY,
+    "lowbit.tensor_parallel": _BOUNDARY,
+    "lowbit.activations": {"lowbit.codecs", "lowbit.kernels", "lowbit.escape"},
+    "lowbit.integrations": _LIBRARY | {"lowbit.tensor_parallel"},
+    "lowbit_run": set(),
+    "lowbit_run.cores": set(),
+    "lowbit_run.terminal": {"lowbit.escape"},
+    "lowbit_run.config": {"lowbit.escape", "lowbit_run.terminal"},
+    "lowbit_run.report": {"lowbit.escape", "lowbit_run.config", "lowbit_run.cores", "lowbit_run.terminal"},
+    "lowbit_run.job": {"lowbit.escape", "lowbit.wire", "lowbit_run.config", "lowbit_run.terminal"},
+    "lowbit_run.simulate": {"lowbit.codecs", "lowbit.escape", "lowbit.kernels"},
+    "lowbit_run.train": _LIBRARY
+    | {"lowbit.integrations", "lowbit_run.config", "lowbit_run.cores", "lowbit_run.job", "lowbit_run.report"}
+    | {"lowbit_run.simulate", "lowbit_run.terminal"},
+    "lowbit_run.plan": _LIBRARY | _PROGRAM | {"lowbit_run.report", "lowbit_run.simulate"},
+    "lowbit_run.generate": {"lowbit.codecs", "lowbit.escape", "lowbit.integrations", "lowbit.wire"} | _PROGRAM,
+    "lowbit_run.doctor": {"lowbit.codecs", "lowbit.escape", "lowbit.wire"}
+    | _PROGRAM
+    | {"lowbit_run.cores", "lowbit_run.plan", "lowbit_run.report"},
+    "lowbit_run.cli": _LIBRARY
+    | _PROGRAM
+    | {"lowbit_run.doctor", "lowbit_run.generate", "lowbit_run.plan", "lowbit_run.report"},
+    "lowbit_run.__main__": {"lowbit_run.cli"},
 }
 MOST_LINES = 600
-FILES = sorted([*(SOURCE / "lowbit").rglob("*.py"), *(SOURCE / "lowbit_lab").rglob("*.py")])
-LIBRARY = [file for file in FILES if file.is_relative_to(SOURCE / "lowbit")]
+PACKAGES = ("lowbit", "lowbit_run", "lowbit_lab")
+"""Each may use those before it."""
+FILES = sorted(file for package in PACKAGES for file in (SOURCE / package).rglob("*.py"))
+INSTALLED = [file for file in FILES if not file.is_relative_to(SOURCE / "lowbit_lab")]
 
 
 def package_of(module: str) -> str:
-    """`codecs` for lowbit.codecs.cast, `lowbit_lab` for all of the laboratory; an empty string for lowbit itself."""
+    """`lowbit.codecs` for lowbit.codecs.cast, `lowbit_lab` for all of the laboratory; `lowbit` for its own names."""
     parts = module.split(".")
-    if parts[0] != "lowbit":
-        return parts[0]
-    return parts[1] if len(parts) > 1 else ""
+    return parts[0] if parts[0] not in PACKAGES[:2] else ".".join(parts[:2])
 
 
 def modules_of(source: str, package: list[str], *, types: bool = True) -> set[str]:
-    """What of lowbit and its laboratory a file of `package` (["lowbit", "codecs"]) imports anywhere, names included.
+    """What of lowbit a file of `package` (["lowbit", "codecs"]) imports anywhere, names included.
 
     Args:
         types: whether imports that only type checkers see count.
@@ -65,18 +75,26 @@ def modules_of(source: str, package: list[str], *, types: bool = True) -> set[st
             modules += [f"{base}.{alias.name}" for alias in node.names]
         elif types or not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
             pending += ast.iter_child_nodes(node)
-    return {module for module in modules if module.split(".")[0] in ("lowbit", "lowbit_lab", "benchmarks")}
+    return {module for module in modules if module.split(".")[0] in (*PACKAGES, "benchmarks")}
 
 
-def test_nothing_imports_upward_and_the_library_never_the_laboratory():
+def test_nothing_imports_upward():
     upward = {}
-    for file in LIBRARY:
+    for file in INSTALLED:
         module = list(file.relative_to(SOURCE).with_suffix("").parts)
-        own = package_of(".".join(module))
-        allowed = set() if own == "__init__" else MAY_IMPORT[own] | {own}  # the root package loads nothing of its own
-        used = {package_of(each) for each in modules_of(file.read_text(), module[:-1])} - {"", "__version__"}
-        upward[str(file)] = used - allowed
+        own = package_of(".".join(module).removesuffix(".__init__"))
+        used = {package_of(each) for each in modules_of(file.read_text(), module[:-1])}
+        upward[str(file)] = used - MAY_IMPORT[own] - {own, *PACKAGES[:2], "lowbit.__version__"}
     assert not {file: names for file, names in upward.items() if names}
+
+
+def test_the_library_knows_nothing_of_the_program():
+    assert not {
+        name for own, used in MAY_IMPORT.items() if own.startswith("lowbit.") for name in used if "_run" in name
+    }
+    for file in (SOURCE / "lowbit").rglob("*.py"):
+        package = list(file.relative_to(SOURCE).parent.parts)
+        assert {name.split(".")[0] for name in modules_of(file.read_text(), package)} <= {"lowbit"}, file
 
 
 def test_there_is_no_circle():
@@ -99,12 +117,15 @@ def test_every_package_is_in_the_map_and_no_file_is_too_long():
 
 
 THREADS = {
-    "wire/threads.py": "joined when the process ends",
-    "wire/mailbox.py": "joined when the process ends, after its connections are closed",
-    "collectives/calls.py": "joined when the process ends",
-    "job/peers.py": "joined by `close`",
+    "lowbit/wire/threads.py": "joined when the process ends",
+    "lowbit/wire/mailbox.py": "joined when the process ends, after its connections are closed",
+    "lowbit/collectives/calls.py": "joined when the process ends",
+    "lowbit_run/job/peers.py": "joined by `close`",
     **dict.fromkeys(
-        ("job/launch.py", "job/output.py", "job/stop.py", "doctor/survey.py", "train/progress.py"),
+        [
+            f"lowbit_run/{name}.py"
+            for name in ("job/launch", "job/output", "job/stop", "doctor/survey", "train/progress")
+        ],
         "never inside PyTorch",
     ),
 }
@@ -112,8 +133,8 @@ THREADS = {
 
 
 def test_no_other_file_starts_threads():
-    starting = [file for file in LIBRARY if re.search(r"\b(Thread|Timer)\(", file.read_text())]
-    assert {str(file.relative_to(SOURCE / "lowbit")) for file in starting} == THREADS.keys()
+    starting = [file for file in INSTALLED if re.search(r"\b(Thread|Timer)\(", file.read_text())]
+    assert {str(file.relative_to(SOURCE)) for file in starting} == THREADS.keys()
 
 
 UNSAFE = re.compile(
@@ -175,5 +196,5 @@ USES = {
 
 def test_nothing_received_or_read_can_run_code():
     assert {source: unsafe(source) for source in USES} == USES
-    found = {str(file): unsafe(file.read_text()) for file in LIBRARY}
+    found = {str(file): unsafe(file.read_text()) for file in INSTALLED}
     assert {file: names for file, names in found.items() if names} == {}

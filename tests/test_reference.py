@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from docs.hooks.reference import FOLDER, pages
-from lowbit.cli.app import COMMANDS, Group
-from lowbit.config import settings_of
-from lowbit.train import TrainConfig
+from lowbit_run.cli.app import COMMANDS, Group
+from lowbit_run.config import settings_of
+from lowbit_run.train import TrainConfig
 from tests.test_import import PUBLIC
 
 ROOT = Path(__file__).parents[1]

@@ -13,10 +13,10 @@ _CODE = re.compile(r"(?<![`\[])`([A-Za-z_][\w.]*)(\([^`]*\))?`(?!`)")
 
 
 def public_names(source: Path) -> set[str]:
-    """Every public name of a package and its subpackages, such as "lowbit.codecs.parse", read from their `__all__`."""
+    """Every public name of the packages in a folder, such as "lowbit.codecs.parse", read from their `__all__`."""
     names: set[str] = set()
-    for file in (source / "__init__.py", *source.glob("*/__init__.py")):
-        package = ".".join(file.parent.relative_to(source.parent).parts)
+    for file in (*source.glob("lowbit*/__init__.py"), *source.glob("lowbit*/*/__init__.py")):
+        package = ".".join(file.parent.relative_to(source).parts)
         for statement in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
                 names |= {f"{package}.{name}" for name in ast.literal_eval(statement.value)}
@@ -33,7 +33,7 @@ class PublicNames(Extension):
         for module in _modules(pkg):
             public |= {f"{module.path}.{name}" for name in module.exports or ()}
             for name in map(str, module.exports or ()):
-                # `lowbit.config.section` is a function for whoever imports it, and a module for griffe.
+                # `lowbit_run.config.section` is a function for whoever imports it, and a module for griffe.
                 if isinstance(module.members.get(name), Module) and name in module.imports:
                     function = loader.modules_collection[module.imports[name]]
                     function.aliases[f"{module.path}.{name}"] = Alias(name, function, parent=module)

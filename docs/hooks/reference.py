@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowbit.cli.app import COMMANDS, Group
-from lowbit.cli.parser import in_usage
-from lowbit.config import Setting, settings_of
-from lowbit.config.section import choices_of, element_of, in_toml, kind_of, range_of, union_of
-from lowbit.train import TrainConfig
+from lowbit_run.cli.app import COMMANDS, Group
+from lowbit_run.cli.parser import in_usage
+from lowbit_run.config import Setting, settings_of
+from lowbit_run.config.section import choices_of, element_of, in_toml, kind_of, range_of, union_of
+from lowbit_run.train import TrainConfig
 
 FOLDER = Path(__file__).parents[1] / "reference"
 PACKAGES = Path(__file__).parents[2] / "src"
@@ -52,7 +52,7 @@ def package(name: str) -> str:
     module = importlib.import_module(name)
     parts = [f"# {name}", f"::: {name}\n    options:\n      show_root_heading: false\n      show_root_toc_entry: false"]
     for public in sorted(module.__all__):
-        # A function with the name of its module, as `lowbit.plan.in_flight`, is the module for mkdocstrings.
+        # A function with the name of its module, as `lowbit_run.plan.in_flight`, is the module for mkdocstrings.
         if inspect.isroutine(getattr(module, public)) and getattr(module, public).__module__ == f"{name}.{public}":
             parts.append(f"::: {name}.{public}.{public}")
     return "\n\n".join(parts) + "\n"

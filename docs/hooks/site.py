@@ -18,7 +18,7 @@ from griffe_names import public_names
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ADDRESSES = SETTINGS["tool"]["lowbit"]
-PUBLIC = public_names(ROOT / "src/lowbit")
+PUBLIC = public_names(ROOT / "src")
 PAGES_AT_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 _FENCED = r"^(?P<indent> *)(?P<fence>```+).*?^(?P=indent)(?P=fence) *$"

@@ -5,7 +5,9 @@ Importing this package loads nothing else; import what you use from its subpacka
 * `lowbit.codecs`: formats that turn a tensor into few bytes and back.
 * `lowbit.activations`: `compress_saved_`, few bits for what autograd keeps between forward and backward.
 * `lowbit.pipeline`: `LowBitStage`, a drop-in for `torch.distributed.pipelining.PipelineStage`.
-* `lowbit.train`: the training recipe behind `lowbit train`.
+* `lowbit.gradients` and `lowbit.tensor_parallel`: sums over replicas and over tensor-parallel ranks in few bits.
+
+The `lowbit` command is a program of its own, `lowbit_run`, whose `lowbit_run.train` programs can import as well.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,6 +1,6 @@
-"""`python -m lowbit` is the `lowbit` command; so is `torchrun ... -m lowbit`."""
+"""`python -m lowbit` is the `lowbit` command, which `lowbit_run` contains; so is `torchrun ... -m lowbit`."""
 
-from lowbit.cli import main
+import runpy
 
 if __name__ == "__main__":
-    main()
+    runpy.run_module("lowbit_run", run_name="__main__", alter_sys=True)

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.cli.app import Group
-from lowbit.cli.commands import Measurement, measurements
+from lowbit_run.cli.app import Group
+from lowbit_run.cli.commands import Measurement, measurements
 
 if TYPE_CHECKING:
-    from lowbit.cli.parser import Parser
+    from lowbit_run.cli.parser import Parser
 
 
 class Demo:
@@ -20,8 +20,8 @@ class Demo:
 
     def parser(self, program: str) -> "Parser":
         """Return the parser of its command line."""
-        from lowbit.cli.parser import Parser
-        from lowbit.config import section
+        from lowbit_run.cli.parser import Parser
+        from lowbit_run.config import section
 
         @section()
         class DemoConfig:

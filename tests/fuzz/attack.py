@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from lowbit import kernels
-from tests.codecs.examples import rooms
 from tests.forked import CONTEXT
+from tests.lowbit.codecs.examples import rooms
 
 from .guard import Bench, Outside, guarded
 from .targets import Case, Fused, Target, as_tensor, same

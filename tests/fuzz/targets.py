@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit.codecs import Codec, GroupInt
 from lowbit.kernels.layout import Layout
-from tests.codecs.examples import room_of
+from tests.lowbit.codecs.examples import room_of
 
 from .guard import BEFORE, Bench, Shape
 

@@ -11,9 +11,9 @@ import torch
 
 from lowbit import kernels
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant, names
-from tests.codecs.feature_int.examples import for_three_ranks
-from tests.codecs.tah_quant.examples import BY_TOKEN
-from tests.codecs.tah_quant.examples import GPU as TAH_QUANT
+from tests.lowbit.codecs.feature_int.examples import for_three_ranks
+from tests.lowbit.codecs.tah_quant.examples import BY_TOKEN
+from tests.lowbit.codecs.tah_quant.examples import GPU as TAH_QUANT
 
 from .attack import attack, carry_out, case_of, targets
 from .guard import Bench, Shape, guarded

@@ -34,9 +34,9 @@ from pathlib import Path
 import torch
 
 from lowbit.pipeline.boundary import warm_up
-from lowbit.train.prepare import prepare
 from lowbit.wire import connections as pieces
 from lowbit_lab.network import SlowLink
+from lowbit_run.train.prepare import prepare
 from tests.torture import plan as plans
 from tests.torture.plan import FAULTS, SHAPES, USUAL, plan
 from tests.torture.trial import Outcome, reference, run, summary_line, table
@@ -116,8 +116,8 @@ def _end_with_parent() -> None:
 
 
 _OF_A_RANK = (
-    "numba torch.distributed.pipelining transformers.models.llama.modeling_llama lowbit.cli.app lowbit.train.loop "
-    "lowbit.codecs.tah_quant.cpu lowbit.codecs.transform_quant.cpu"
+    "numba torch.distributed.pipelining transformers.models.llama.modeling_llama lowbit_run.cli.app "
+    "lowbit_run.train.loop lowbit.codecs.tah_quant.cpu lowbit.codecs.transform_quant.cpu"
 )
 
 

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from lowbit.train.metrics import Summary, read_metrics, read_summary
-from lowbit.train.model import StageModule
 from lowbit_lab.network import SlowLink
+from lowbit_run.train.metrics import Summary, read_metrics, read_summary
+from lowbit_run.train.model import StageModule
 from tests.torture.plan import Shape, Trial
 
 PAUSE = 0.03  # seconds in each forward pass of the first stage: a run should last long enough to be hit
@@ -145,7 +145,7 @@ class Attempt:
 
     def _run(self, rank: int) -> None:
         """Be the command of a rank. The file that ends in ".started" gets the id of each process that it starts."""
-        from lowbit.cli import main
+        from lowbit_run.cli import main
 
         os.setsid()
         time.sleep(self.late.get(rank, 0.0))

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.train import TrainConfig
-from tests.train.runs import tiny
+from lowbit_run.train import TrainConfig
+from tests.lowbit_run.train.runs import tiny
 
 FAULTS = {
     "kill": "SIGKILL of a rank; supervised, of the process that trains",

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lowbit.config import to_toml
-from lowbit.train import TrainConfig
-from lowbit.train.metrics import Summary
 from lowbit_lab.network import SlowLink
+from lowbit_run.config import to_toml
+from lowbit_run.train import TrainConfig
+from lowbit_run.train.metrics import Summary
 from tests.torture.attempt import CUT_SECONDS, Attempt, Curve, Fault
 from tests.torture.plan import EVERY, GRACE, HOSTS, LIMIT, MICROBATCHES, REJOIN_GONE, SHAPES, STEPS, Shape, Trial
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.plan.cluster import Cluster
-from lowbit.train.metrics import read_metrics
 from lowbit_lab.network import SlowLink
+from lowbit_run.plan.cluster import Cluster
+from lowbit_run.train.metrics import read_metrics
 from tests.tutorials.machines import ROOT, Machine
 
 PAGE = (ROOT / "docs" / "tutorials" / "two-machines.md").read_text(encoding="utf-8")

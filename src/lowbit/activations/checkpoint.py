@@ -23,7 +23,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lowbit.activations.counting import note
 from lowbit.codecs import Codec
 from lowbit.codecs.checks import FLOATS
-from lowbit.terminal import shown
+from lowbit.escape import shown
 
 log = logging.getLogger(__name__)
 MARK = "_lowbit_checkpointed"

@@ -19,7 +19,7 @@ from lowbit.activations.saved import Compressed, check_new, compress
 from lowbit.activations.structure import linear_like, norm_like
 from lowbit.codecs import Codec, StatefulCodec, parse
 from lowbit.codecs.checks import check_int
-from lowbit.terminal import shown
+from lowbit.escape import shown
 
 FORMAT, VERSION = "lowbit plan of saved activations", 3
 PLANNED = ("norm", "mlp", "linear")

@@ -18,8 +18,8 @@ from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.group_int.reference import group_int_layout
+from lowbit.escape import shown
 from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
-from lowbit.terminal import shown
 
 MORE = 4
 """Bits of the remainder."""

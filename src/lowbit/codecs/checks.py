@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from lowbit.escape import shown
 from lowbit.kernels.operators import FLOATS
-from lowbit.terminal import shown
 
 
 def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import backward_codec
-from lowbit.terminal import shown
+from lowbit.escape import shown
 
 PAIR = " / "
 """Separates the formats of activations and gradients in a name for both."""

@@ -17,7 +17,7 @@ from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL, Put, Shards, Take
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
 from lowbit.collectives.exchange import PayloadExchange
-from lowbit.terminal import shown
+from lowbit.escape import shown
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import check_checksums, sealed_bytes
 from lowbit.wire.pytorch import plain

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives import reduce
-from lowbit.terminal import shown
+from lowbit.escape import shown
 from lowbit.wire.pytorch import is_known, plain
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]

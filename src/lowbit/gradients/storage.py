@@ -20,6 +20,7 @@ from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import FLOATS
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import TIMEOUT, all_gather, average_coded, average_coded_bytes, check_call
+from lowbit.escape import shown
 from lowbit.gradients.optimizers import check_optimizer, finish, storages, under_way, watch_optimizers
 from lowbit.gradients.stored import (
     Stored,
@@ -33,7 +34,6 @@ from lowbit.gradients.stored import (
     sums_of,
     total,
 )
-from lowbit.terminal import shown
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.pytorch import plain

@@ -18,10 +18,10 @@ from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.codecs.foreign import open_session
+from lowbit.escape import shown
 from lowbit.integrations import engine
 from lowbit.pipeline import Traffic
 from lowbit.pipeline.arguments import check_numbers, default_backward
-from lowbit.terminal import shown
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import Checksums, agreed_facts, check_checksums, damaged

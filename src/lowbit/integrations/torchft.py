@@ -18,20 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from lowbit import __version__, terminal
+from lowbit import __version__, escape
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import SMALL, all_reduce, check_call, check_flat
+from lowbit.escape import shown
 from lowbit.integrations import engine
-from lowbit.terminal import shown
 from lowbit.wire.agreement import Facts, listed
 from lowbit.wire.errors import AgreementError
 from lowbit.wire.store import bounded
 
 __all__ = ["LowBitManager"]
 
-_log = terminal.logger(__name__)
+_log = escape.logger(__name__)
 
 _engine = functools.partial(engine, package="torchft-nightly", extra="ft", tested="2026.10.26")
 _Manager: Any = _engine("torchft.manager", "Manager._reconfigure_pg", "Manager._apply_pending_state_dict").Manager
@@ -98,7 +98,7 @@ class LowBitManager(_Manager):
         try:
             super().__init__(_Group(pg, self), *arguments, **more)
         except (RuntimeError, TimeoutError) as error:
-            reason = terminal.one_line(str(error).splitlines()[0])
+            reason = escape.one_line(str(error).splitlines()[0])
             raise ConnectionError(
                 f"torchft's manager does not start: {reason}; allowed: the address of a running lighthouse "
                 "(lighthouse_addr or TORCHFT_LIGHTHOUSE) and of this replica's store"

@@ -23,11 +23,11 @@ from lowbit.activations import LayerAware, compress_saved_
 from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.collectives.reduce import all_reduce
+from lowbit.escape import shown
 from lowbit.gradients import LowBitReduceScatter
 from lowbit.integrations import EngineError, engine
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.arguments import Codecs, check_numbers, check_warm_up, default_backward
-from lowbit.terminal import shown
 from lowbit.wire.checksum import check_checksums
 
 __all__ = ["LowBitConfig", "low_bit", "parallelize_fn", "pipelining_fn"]

@@ -33,9 +33,9 @@ from lowbit import __version__
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_dtype
 from lowbit.codecs.foreign import open_session
+from lowbit.escape import shown
 from lowbit.integrations import engine
 from lowbit.pipeline.arguments import check_numbers, dtype_of
-from lowbit.terminal import shown
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import agreed_facts, check_checksums

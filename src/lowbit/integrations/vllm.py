@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit import terminal
+from lowbit import escape
 from lowbit.codecs.checks import check_choice, check_int
-from lowbit.terminal import Printable, shown
+from lowbit.escape import Printable, shown
 from lowbit.wire.agreement import agree
 
 __all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
@@ -34,7 +34,7 @@ TESTED = "0.33.0"
 """The version of vLLM for whose source this module was written."""
 
 _BASE = "RowParallelLinear"
-_log = terminal.logger("lowbit.vllm")
+_log = escape.logger("lowbit.vllm")
 _library = torch.library.Library("lowbit", "FRAGMENT")
 
 VARIABLE = "LOWBIT_VLLM"

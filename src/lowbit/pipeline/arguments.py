@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowbit.codecs.base import Codec, StatefulCodec
 from lowbit.codecs.checks import check_int, check_timeout
 from lowbit.codecs.defaults import backward_codec
-from lowbit.terminal import shown
+from lowbit.escape import shown
 
 Codecs = Codec | Mapping[int, Codec]
 """One codec for all boundaries, or a mapping from boundary index (i: between stages i and i + 1)."""

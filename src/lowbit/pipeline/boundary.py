@@ -13,14 +13,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lowbit import terminal
+from lowbit import escape
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import CHOICE, PROPOSAL, call, check_ends, compared, is_own, open_session
 from lowbit.pipeline.arguments import StepKind
 from lowbit.wire.traffic import Traffic
 
-log = terminal.logger(__name__)
+log = escape.logger(__name__)
 
 
 class Slot(NamedTuple):

@@ -11,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.defaults import RECOMMENDED
+from lowbit.escape import shown
 from lowbit.pipeline import arguments
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
 from lowbit.pipeline.boundary import Direction, Lane, Look, Slot, States
-from lowbit.terminal import shown
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 

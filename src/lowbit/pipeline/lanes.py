@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.escape import printable
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
 from lowbit.pipeline.boundary import Direction, Lane, Look, Slot
 from lowbit.pipeline.layouts import Batch, Configuration, Constant, Layouts
 from lowbit.pipeline.transport import Transport
-from lowbit.terminal import printable
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Route
 

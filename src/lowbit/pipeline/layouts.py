@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowbit.terminal import one_line
+from lowbit.escape import one_line
 from lowbit.wire.errors import PeerError
 from lowbit.wire.pytorch import default_group, rank_names
 from lowbit.wire.tags import LAYOUTS, PIPELINES, tag

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit import __version__
+from lowbit.escape import lines
 from lowbit.pipeline import hooks
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import PHASES, Batch, Configuration, Layouts, layout_of, receive_layouts, send_layouts
-from lowbit.terminal import lines
 from lowbit.wire.agreement import Agreement, contradictions
 from lowbit.wire.checksum import Checksums, agreed_facts
 from lowbit.wire.errors import AgreementError, PeerError, described

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.defaults import RECOMMENDED
+from lowbit.escape import shown
 from lowbit.pipeline import arguments
 from lowbit.pipeline.arguments import Codecs
 from lowbit.pipeline.boundary import Slot
@@ -21,7 +22,6 @@ from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
-from lowbit.terminal import shown
 from lowbit.wire.checksum import Checksums, check_checksums
 from lowbit.wire.pytorch import check_torch, default_group
 from lowbit.wire.traffic import Traffic

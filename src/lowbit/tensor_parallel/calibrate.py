@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit import terminal
+from lowbit import escape
 from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.collectives import agree
+from lowbit.escape import shown
 from lowbit.tensor_parallel.calibration import (
     AVERAGES,
     SHARE,
@@ -37,7 +38,6 @@ from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Watch, install
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
-from lowbit.terminal import shown
 from lowbit.wire.messages import gather_json, gather_tensor
 
 MOST_ROWS = 128
@@ -149,7 +149,7 @@ class Observer:
         self.count = self.before = start.count
 
 
-_log = terminal.logger("lowbit.tensor_parallel")
+_log = escape.logger("lowbit.tensor_parallel")
 _SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences for measuring the effect of coding on the outputs
 _CODED = SumSettings(small=0, algorithm="one_shot")
 

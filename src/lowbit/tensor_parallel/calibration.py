@@ -20,10 +20,10 @@ from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import CLIPS, GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
+from lowbit.escape import Printable, shown
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
-from lowbit.terminal import Printable, shown
 from lowbit.wire.messages import gather_json
 
 _FORMAT = "lowbit-calibration"

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit import terminal
+from lowbit import escape
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
-from lowbit.terminal import shown
+from lowbit.escape import shown
 from lowbit.wire.messages import gather_json
 
 ROWS = 4
 """Number of rows in a sample."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_log = terminal.logger("lowbit.tensor_parallel")
+_log = escape.logger("lowbit.tensor_parallel")
 
 
 def sample(x: Tensor, turn: int) -> Tensor:

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from lowbit.codecs import Cast, GroupInt
 from lowbit.codecs.base import Summable
 from lowbit.collectives.reduce import check_flat
+from lowbit.escape import shown
 from lowbit.tensor_parallel.reduce import sum_in_process, sum_over_ranks
 from lowbit.tensor_parallel.rowwise import Installed, LayerSum, register, row_forward, tp_linear
 from lowbit.tensor_parallel.sums import ModelSum, mark
-from lowbit.terminal import shown
 
 _ROWS = 64  # rows of the message whose bits are counted
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
+from lowbit.escape import shown
 from lowbit.tensor_parallel.calibration import Calibration, CalibrationError
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.inputs import send_inputs
@@ -20,7 +21,6 @@ from lowbit.tensor_parallel.plan import is_cut_by_input
 from lowbit.tensor_parallel.reduce import SumSample, SumSettings, check_codec, measured
 from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, install, local, row_forward
 from lowbit.tensor_parallel.sums import ModelSum, counted, group_of, real_sums
-from lowbit.terminal import shown
 
 Source = str | Path | Calibration | Codec
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit import terminal
+from lowbit import escape
 from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import check_choice, check_int, check_timeout, check_written
 from lowbit.collectives import all_reduce
@@ -28,7 +28,7 @@ from lowbit.wire.checksum import Checksums, check_checksums
 from lowbit.wire.messages import gather_json
 from lowbit.wire.pytorch import rank_names
 
-_log = terminal.logger("lowbit.tensor_parallel")
+_log = escape.logger("lowbit.tensor_parallel")
 
 Choice = Literal["plain", "one_shot", "two_shot"]
 """How a sum is computed: by the engine's own all-reduce in the model's dtype, or coded by one of two algorithms."""

@@ -19,7 +19,7 @@ from typing import Any, Never
 
 import torch.distributed as dist
 
-from lowbit import terminal
+from lowbit import escape
 from lowbit.wire.errors import AgreementError
 from lowbit.wire.pytorch import next_round, plain, rank_names
 from lowbit.wire.store import Board, BoundedStore, is_kept_here, wait_until
@@ -30,7 +30,7 @@ _GRACE = 1.0  # seconds that members in conflict wait for others, so that the er
 # Seconds between two reads of the board: this share of the time waited so far, within the bounds.
 _SHORTEST, _LONGEST, _SHARE = 0.01, 0.5, 0.1
 
-log = terminal.logger(__name__)
+log = escape.logger(__name__)
 
 _unread: list[tuple[Board, list[str], float]] = []  # failed agreements in a store kept here: board, ranks, deadline
 

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lowbit.terminal import shown
+from lowbit.escape import shown
 from lowbit.wire.errors import PeerError
 
 CHECKSUM_BYTES = 8

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from lowbit.terminal import shown
+from lowbit.escape import shown
 from lowbit.wire import tags
 from lowbit.wire.agreement import agree
 from lowbit.wire.pytorch import plain

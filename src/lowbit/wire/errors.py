@@ -1,6 +1,6 @@
 """Errors that involve several ranks, and formatting of errors."""
 
-from lowbit.terminal import Printable, one_line
+from lowbit.escape import Printable, one_line
 
 
 class PeerError(Printable, RuntimeError):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from lowbit.terminal import shown
+from lowbit.escape import shown
 from lowbit.wire.errors import PeerError
 
 _counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()

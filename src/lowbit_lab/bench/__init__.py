@@ -1,4 +1,4 @@
-"""Benchmarks: the module of each declares a `lowbit.report.Command`; `lowbit bench NAME` runs it."""
+"""Benchmarks: the module of each declares a `lowbit_run.report.Command`; `lowbit bench NAME` runs it."""
 
 COMMANDS = {
     "pipeline": "lowbit_lab.bench.pipeline",

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.codecs.names import pair_name
-from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline import Traffic, emulate_
-from lowbit.report import Column, Command, Row, Table
-from lowbit.train.answers import Answers
-from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
-from lowbit.train.data import Windows
-from lowbit.train.model import count_layers, hidden_size
-from lowbit.train.single_process import Loss, PlainGradients, train_single_process
 from lowbit_lab.bench.codecs import ends_of
 from lowbit_lab.bench.settings import AtLeastTwo, Device, Names, check_device, check_plain, check_shape, check_stages
 from lowbit_lab.bench.training import TrainingRecipe, boundary_modules, prepare, spread_evenly, traffic_between
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import row_name
+from lowbit_run.config import ConfigError, NonNegative, Positive, section
+from lowbit_run.report import Column, Command, Row, Table
+from lowbit_run.train.answers import Answers
+from lowbit_run.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit_run.train.data import Windows
+from lowbit_run.train.model import count_layers, hidden_size
+from lowbit_run.train.single_process import Loss, PlainGradients, train_single_process
 
 EXTREMES: dict[str, Callable[[list[float]], float]] = {"lowest": min, "highest": max}
 WAYS = ("forward", "backward")

@@ -24,20 +24,20 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from lowbit import terminal
-from lowbit.config import ConfigError, to_toml
-from lowbit.cores import usable_cores
-from lowbit.report import Column, Report, Row, Table, machine
-from lowbit.train import TrainConfig
-from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig
-from lowbit.train.device import choose_autocast, memory_of
-from lowbit.train.fits import PROCESS_BYTES
-from lowbit.train.folder import RunFolder, check_output
-from lowbit.train.footprint import model_bytes, rank_peaks
-from lowbit.train.layout import make_layout
-from lowbit.train.metrics import read_metrics
-from lowbit.train.weights import check_packages
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink, goodput
+from lowbit_run import terminal
+from lowbit_run.config import ConfigError, to_toml
+from lowbit_run.cores import usable_cores
+from lowbit_run.report import Column, Report, Row, Table, machine
+from lowbit_run.train import TrainConfig
+from lowbit_run.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig
+from lowbit_run.train.device import choose_autocast, memory_of
+from lowbit_run.train.fits import PROCESS_BYTES
+from lowbit_run.train.folder import RunFolder, check_output
+from lowbit_run.train.footprint import model_bytes, rank_peaks
+from lowbit_run.train.layout import make_layout
+from lowbit_run.train.metrics import read_metrics
+from lowbit_run.train.weights import check_packages
 
 LLAMA_8B: Mapping[str, Any] = MappingProxyType({
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

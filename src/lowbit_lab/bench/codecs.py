@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from lowbit import kernels
 from lowbit.codecs import Codec, FeatureInt, Session, parse
 from lowbit.codecs.speed import coding_operations
-from lowbit.config import ConfigError, Positive, section
-from lowbit.cores import usable_cores
-from lowbit.report import Column, Command, Row, Table, spread
-from lowbit.train.config import DataConfig, ModelConfig
-from lowbit.train.data import load_data
-from lowbit.train.model import StageModule, build_model, count_layers, vocabulary
 from lowbit.wire.checksum import CHECKSUM_BYTES, Checksums
 from lowbit_lab.bench import timing
 from lowbit_lab.bench.settings import Device, EachOnce, check_device, check_plain
 from lowbit_lab.bench.training import TrainingRecipe, capture, train
 from lowbit_lab.charts import Bars
 from lowbit_lab.charts.style import row_name
+from lowbit_run.config import ConfigError, Positive, section
+from lowbit_run.cores import usable_cores
+from lowbit_run.report import Column, Command, Row, Table, spread
+from lowbit_run.train.config import DataConfig, ModelConfig
+from lowbit_run.train.data import load_data
+from lowbit_run.train.model import StageModule, build_model, count_layers, vocabulary
 
 if TYPE_CHECKING:
     pass

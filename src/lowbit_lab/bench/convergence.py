@@ -21,18 +21,18 @@ from typing import Annotated, Any, Literal, get_args
 
 from lowbit.codecs import parse
 from lowbit.codecs.names import pair_name
-from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline.arguments import check_warm_up
-from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.terminal import console
-from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
-from lowbit.train.data import library_files, load_data
-from lowbit.train.model import check_lora, hidden_size, vocabulary
 from lowbit_lab.bench.settings import AtLeastTwo, Device, EachOnce, check_device, check_shape
 from lowbit_lab.bench.training import RANKS, TrainingRecipe, formats_in
 from lowbit_lab.bench.workers import Workers, step_bars
 from lowbit_lab.charts import Points
 from lowbit_lab.charts.style import family, recommended, row_name, title_of
+from lowbit_run.config import ConfigError, NonNegative, Positive, section
+from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.terminal import console
+from lowbit_run.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
+from lowbit_run.train.data import library_files, load_data
+from lowbit_run.train.model import check_lora, hidden_size, vocabulary
 
 log = logging.getLogger(__name__)
 

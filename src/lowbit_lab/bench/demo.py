@@ -14,15 +14,6 @@ from typing import Any
 
 from rich.console import Console
 
-from lowbit import terminal
-from lowbit.report import Baseline, Column, Report, Row, Table, compare, machine
-from lowbit.train import ConfigError, TrainConfig
-from lowbit.train.auto import described
-from lowbit.train.config import AUTO, OptimizerConfig
-from lowbit.train.folder import RunFolder
-from lowbit.train.folder import check_output as check_run_output
-from lowbit.train.metrics import read_metrics, read_summary
-from lowbit.train.pretrained import load
 from lowbit_lab.bench.pipeline import PipelineBenchmark
 from lowbit_lab.bench.runs import PROGRAM, as_mapping, curve, seconds_until
 from lowbit_lab.bench.runs import recipe as recipe_of
@@ -31,6 +22,15 @@ from lowbit_lab.bench.workers import UNLIMITED, set_link, started, step_bars
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.charts import draw
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
+from lowbit_run import terminal
+from lowbit_run.report import Baseline, Column, Report, Row, Table, compare, machine
+from lowbit_run.train import ConfigError, TrainConfig
+from lowbit_run.train.auto import described
+from lowbit_run.train.config import AUTO, OptimizerConfig
+from lowbit_run.train.folder import RunFolder
+from lowbit_run.train.folder import check_output as check_run_output
+from lowbit_run.train.metrics import read_metrics, read_summary
+from lowbit_run.train.pretrained import load
 
 LINKS = (Link(25.0), Link(100.0))
 SECONDS = 20.0

@@ -11,17 +11,17 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from lowbit.codecs import Codec, parse
-from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.tensor_parallel.reduce import check_codec
-from lowbit.train.config import DataConfig
-from lowbit.train.pretrained import check_files, transformers_config
 from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, half_range, link_name, on_slowest_link
 from lowbit_lab.bench.sums import Phase, Taken, take_turns
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Bars
 from lowbit_lab.charts.style import row_name, title_of
 from lowbit_lab.network import Link
+from lowbit_run.config import ConfigError, NonNegative, Positive, section
+from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.train.config import DataConfig
+from lowbit_run.train.pretrained import check_files, transformers_config
 
 OWN = "transformers"
 """Transformers' own stages and sums, in the model's dtype."""

@@ -16,13 +16,13 @@ from transformers.distributed.pipeline_parallel import apply_pipeline_parallelis
 from lowbit.integrations.transformers import LowBitPipelineStage, low_bit_pipeline_
 from lowbit.integrations.transformers_parallel import low_bit_parallel_, of_this_stage
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_
-from lowbit.train.answers import Answers
-from lowbit.train.config import DataConfig
-from lowbit.train.data import Windows, load_data
-from lowbit.train.pretrained import load
 from lowbit_lab.bench.generation import GAINS, OWN, codec_of
 from lowbit_lab.bench.sums import sent_bytes
 from lowbit_lab.bench.workers import TIMEOUT_SECONDS, serve
+from lowbit_run.train.answers import Answers
+from lowbit_run.train.config import DataConfig
+from lowbit_run.train.data import Windows, load_data
+from lowbit_run.train.pretrained import load
 
 Key = tuple[str, str]
 """Layout and format."""

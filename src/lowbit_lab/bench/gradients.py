@@ -18,11 +18,7 @@ from lowbit.codecs import Codec, parse
 from lowbit.collectives import all_reduce
 from lowbit.collectives.calls import payload_bytes, queue_of
 from lowbit.collectives.reduce import check_summable
-from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.gradients import GradientStorage, all_reduce_hook
-from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.train.config import ModelConfig
-from lowbit.train.model import build_model, next_token_loss, vocabulary
 from lowbit.wire.pytorch import default_group
 from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, Names, link_name, on_slowest_link
 from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, error_of_sum, take_turns, timed
@@ -30,6 +26,10 @@ from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
 from lowbit_lab.charts import Bars
 from lowbit_lab.charts.style import title_of
 from lowbit_lab.network import Link
+from lowbit_run.config import ConfigError, NonNegative, Positive, section
+from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.train.config import ModelConfig
+from lowbit_run.train.model import build_model, next_token_loss, vocabulary
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
 STORED = ("fp8-stored", "fp8-recoded")

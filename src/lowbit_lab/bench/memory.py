@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from lowbit.config import NonNegative, Positive, section
-from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.train.config import DataConfig, ModelConfig
-from lowbit.train.data import load_data
-from lowbit.train.model import vocabulary
-from lowbit.train.optim import check_torchao
 from lowbit_lab.bench.settings import AtLeastTwo, Device, EachOnce, check_device, megabytes
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Stacks
+from lowbit_run.config import NonNegative, Positive, section
+from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.train.config import DataConfig, ModelConfig
+from lowbit_run.train.data import load_data
+from lowbit_run.train.model import vocabulary
+from lowbit_run.train.optim import check_torchao
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The measurements of `lowbit bench memory`, in its own process: methods, training steps, and depths.
 
-Bytes of models by depth are PyTorch's own allocations, so they are exact (`lowbit.plan.measure`). For these, all
+Bytes of models by depth are PyTorch's own allocations, so they are exact (`lowbit_run.plan.measure`). For these, all
 methods run on the same model and tokens in turn, so that their times can be compared.
 """
 
@@ -27,9 +27,11 @@ from lowbit.activations import LayerAware, LayerPlan, compress_saved_
 from lowbit.activations.counting import counted, key_of, layer_type, note
 from lowbit.codecs import BlockFloat8
 from lowbit.codecs.checks import FLOATS
-from lowbit.config import build
 from lowbit.gradients import GradientStorage
-from lowbit.plan.layers import (
+from lowbit_lab.bench.memory import DEPTH_METHODS, MemoryBenchmark, in_8_bits
+from lowbit_lab.bench.workers import serve
+from lowbit_run.config import build
+from lowbit_run.plan.layers import (
     StepCosts,
     choice_errors,
     described,
@@ -39,14 +41,12 @@ from lowbit.plan.layers import (
     seconds,
     with_errors,
 )
-from lowbit.plan.measure import gradients, relative_error, traced_peak
-from lowbit.train.config import OptimizerConfig
-from lowbit.train.data import Order, load_data
-from lowbit.train.model import build_model, vocabulary
-from lowbit.train.optim import eight_bit_adamw, make_optimizer, parts_of
-from lowbit.train.single_process import model_loss
-from lowbit_lab.bench.memory import DEPTH_METHODS, MemoryBenchmark, in_8_bits
-from lowbit_lab.bench.workers import serve
+from lowbit_run.plan.measure import gradients, relative_error, traced_peak
+from lowbit_run.train.config import OptimizerConfig
+from lowbit_run.train.data import Order, load_data
+from lowbit_run.train.model import build_model, vocabulary
+from lowbit_run.train.optim import eight_bit_adamw, make_optimizer, parts_of
+from lowbit_run.train.single_process import model_loss
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 _SKIPPED = 1  # steps that are not measured: the first creates the optimizer's state

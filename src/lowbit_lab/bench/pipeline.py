@@ -17,9 +17,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lowbit.codecs.names import pair_name
-from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.train.config import AUTO, DataConfig, ModelConfig, PipelineConfig
 from lowbit.wire.connections import MOST_CONNECTIONS
 from lowbit.wire.tags import PIPELINES
 from lowbit_lab.bench.runs import (
@@ -51,6 +48,9 @@ from lowbit_lab.bench.workers import UNLIMITED, Workers
 from lowbit_lab.charts import Bars
 from lowbit_lab.charts.style import recommended, row_name, title_of
 from lowbit_lab.network import Link
+from lowbit_run.config import ConfigError, NonNegative, Positive, section
+from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.train.config import AUTO, DataConfig, ModelConfig, PipelineConfig
 
 UNSPLIT = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 """Schedules whose backward passes are whole."""

@@ -16,12 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.codecs import parse
-from lowbit.config import ConfigError
 from lowbit.pipeline import LowBitStage, connect_more
-from lowbit.report import Row
-from lowbit.train.auto import described
-from lowbit.train.boundaries import make_codecs, stock_dtype
-from lowbit.train.config import (
+from lowbit.wire.messages import gather_json
+from lowbit_lab.bench.settings import STOCK, check_shape, formats_of
+from lowbit_lab.bench.workers import TIMEOUT_SECONDS, report_progress, serve
+from lowbit_run.config import ConfigError
+from lowbit_run.report import Row
+from lowbit_run.train.auto import described
+from lowbit_run.train.boundaries import make_codecs, stock_dtype
+from lowbit_run.train.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -30,17 +33,14 @@ from lowbit.train.config import (
     TrainConfig,
     from_mapping,
 )
-from lowbit.train.data import Order
-from lowbit.train.device import choose_device
-from lowbit.train.layout import make_layout
-from lowbit.train.loop import Run
-from lowbit.train.metrics import StepMetrics
-from lowbit.train.model import StageModule, build_model, count_layers, hidden_size, next_token_loss
-from lowbit.train.prepare import Prepared, prepare
-from lowbit.train.trainer import Trainer
-from lowbit.wire.messages import gather_json
-from lowbit_lab.bench.settings import STOCK, check_shape, formats_of
-from lowbit_lab.bench.workers import TIMEOUT_SECONDS, report_progress, serve
+from lowbit_run.train.data import Order
+from lowbit_run.train.device import choose_device
+from lowbit_run.train.layout import make_layout
+from lowbit_run.train.loop import Run
+from lowbit_run.train.metrics import StepMetrics
+from lowbit_run.train.model import StageModule, build_model, count_layers, hidden_size, next_token_loss
+from lowbit_run.train.prepare import Prepared, prepare
+from lowbit_run.train.trainer import Trainer
 
 PROGRAM = "lowbit_lab.bench.runs"
 """The module of the ranks."""
@@ -201,7 +201,7 @@ class Runs:
                 self.steps(arguments["name"], 1)
 
     def steps(self, name: str, count: int) -> list[dict[str, Any]]:
-        """Advance a run; return metrics of each step (`lowbit.train.metrics.StepMetrics`).
+        """Advance a run; return metrics of each step (`lowbit_run.train.metrics.StepMetrics`).
 
         The time of a step with the formats "auto" includes that of looking at the links after it.
         """

@@ -8,10 +8,10 @@ import torch
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from lowbit.codecs import Codec, parse_pair
-from lowbit.config import ConfigError
-from lowbit.report import Column, Row
-from lowbit.train.config import AUTO
 from lowbit_lab.network import Link
+from lowbit_run.config import ConfigError
+from lowbit_run.report import Column, Row
+from lowbit_run.train.config import AUTO
 
 STOCK = ("stock-fp32", "stock-bf16")
 

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from lowbit.codecs import Codec, parse
 from lowbit.codecs.base import Session
-from lowbit.config import Positive, section
-from lowbit.report import Column, Command, Row, Table
-from lowbit.train.config import DataConfig, ModelConfig
-from lowbit.train.data import load_data
-from lowbit.train.model import build_model, count_layers, vocabulary
 from lowbit_lab.bench.codecs import ends_of
 from lowbit_lab.bench.settings import AtLeastTwo, check_plain, check_stages
 from lowbit_lab.bench.training import capture, spread_evenly
 from lowbit_lab.charts import Lines
+from lowbit_run.config import Positive, section
+from lowbit_run.report import Column, Command, Row, Table
+from lowbit_run.train.config import DataConfig, ModelConfig
+from lowbit_run.train.data import load_data
+from lowbit_run.train.model import build_model, count_layers, vocabulary
 
 DIRECTIONS = ("forward", "backward")
 BOUND = "bound"

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.report import summary
 from lowbit_lab.bench.workers import Workers, set_link, started
 from lowbit_lab.network import Link
+from lowbit_run.report import summary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,10 @@ from torch.nn import functional
 
 from lowbit.codecs import Codec, FeatureInt, GroupInt
 from lowbit.collectives import all_reduce
-from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.plan import is_cut_by_input
 from lowbit.tensor_parallel.reduce import Choice, SumSample, measured, sum_over_ranks
 from lowbit.tensor_parallel.rowwise import local
-from lowbit.train.config import ModelConfig
-from lowbit.train.model import build_model, vocabulary
 from lowbit.wire.pytorch import default_group
 from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, link_name
 from lowbit_lab.bench.sums import Phase, Taken, error_of_sum, take_turns, timed
@@ -27,6 +23,10 @@ from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import RECOMMENDED, family, title_of
 from lowbit_lab.network import Link
+from lowbit_run.config import ConfigError, NonNegative, Positive, section
+from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.train.config import ModelConfig
+from lowbit_run.train.model import build_model, vocabulary
 
 Format = Literal["bf16", "int4", "int8", "feature-int4", "feature-int4-static"]
 Algorithm = Literal["one_shot", "two_shot", "auto"]

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.codecs import BlockFloat8, Cast, Codec, parse, parse_pair
-from lowbit.config import ConfigError, NonNegative, Positive, build, section
 from lowbit.gradients import GradientStorage
 from lowbit.pipeline import Traffic, emulate_
-from lowbit.train.answers import Answers
-from lowbit.train.config import (
+from lowbit_lab.bench.workers import report_progress, serve
+from lowbit_run.config import ConfigError, NonNegative, Positive, build, section
+from lowbit_run.train.answers import Answers
+from lowbit_run.train.config import (
     DataConfig,
     LoraConfig,
     ModelConfig,
@@ -32,12 +33,11 @@ from lowbit.train.config import (
     RunConfig,
     TrainConfig,
 )
-from lowbit.train.data import Data, Windows, load_data
-from lowbit.train.layout import make_layout
-from lowbit.train.model import add_adapters, build_model, next_token_loss, vocabulary
-from lowbit.train.optim import eight_bit_adamw, make_optimizer
-from lowbit.train.single_process import Loss, PlainGradients, model_loss, train_single_process
-from lowbit_lab.bench.workers import report_progress, serve
+from lowbit_run.train.data import Data, Windows, load_data
+from lowbit_run.train.layout import make_layout
+from lowbit_run.train.model import add_adapters, build_model, next_token_loss, vocabulary
+from lowbit_run.train.optim import eight_bit_adamw, make_optimizer
+from lowbit_run.train.single_process import Loss, PlainGradients, model_loss, train_single_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,14 +23,14 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lowbit.job.output import end
-from lowbit.job.process_group import joined
-from lowbit.terminal import filtered_again
-from lowbit.train.device import threads_per_rank
-from lowbit.train.progress import Rhythm
 from lowbit.wire.connections import congestion_control, set_congestion_control
 from lowbit.wire.errors import first_line
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
+from lowbit_run.job.output import end
+from lowbit_run.job.process_group import joined
+from lowbit_run.terminal import filtered_again
+from lowbit_run.train.device import threads_per_rank
+from lowbit_run.train.progress import Rhythm
 
 UNLIMITED = Link(None)
 _CONNECTING = Link(1000.0)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.report.command import Row, Value, distinct, value_of
 from lowbit_lab.charts.style import LIGHT, SMALL, TEXT, TITLE, WIDTH, Palette, Theme, title_of
+from lowbit_run.report.command import Row, Value, distinct, value_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowbit.report.command import Row, Value, distinct, value_of
 from lowbit_lab.charts.charts import Chart, Finish, columns, ink, wrapped
 from lowbit_lab.charts.style import SMALL, TEXT, Palette, title_of
+from lowbit_run.report.command import Row, Value, distinct, value_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.cli.commands import Measurement
 from lowbit.codecs.names import pair_name
-from lowbit.report.command import Command, Report, Row, check_output, distinct, flat
-from lowbit.report.page import Page, Part, lines, try_to_write
-from lowbit.report.training import differences, distinct_names, shown
 from lowbit_lab.bench import COMMANDS
 from lowbit_lab.charts.charts import Bars, Chart, draw, figure
 from lowbit_lab.charts.style import THEMES, Palette
+from lowbit_run.cli.commands import Measurement
+from lowbit_run.report.command import Command, Report, Row, check_output, distinct, flat
+from lowbit_run.report.page import Page, Part, lines, try_to_write
+from lowbit_run.report.training import differences, distinct_names, shown
 
 _MOST_ROWS = 2000
 _OTHERS = {
     "evaluate": "lowbit_lab.evaluate.commands:EVALUATE", "calibrate": "lowbit_lab.evaluate.commands:CALIBRATE",
-    "plan memory": "lowbit.plan.memory", "plan pipeline": "lowbit.plan.pipeline", "doctor": "lowbit.doctor.command",
+    "plan memory": "lowbit_run.plan.memory", "plan pipeline": "lowbit_run.plan.pipeline",
+    "doctor": "lowbit_run.doctor.command",
 }  # fmt: skip
 """Modules of the commands that are not benchmarks, by name."""
 

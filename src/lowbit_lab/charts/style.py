@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.report import page
-from lowbit.report.command import Row, Value, value_of
+from lowbit_run.report import page
+from lowbit_run.report.command import Row, Value, value_of
 
 WIDTH = 7.2  # inches of every figure: 691 pixels of an SVG
 TITLE, TEXT, SMALL = 12.5, 9.5, 8.5  # points; 9.5 points are 12.7 pixels

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from lowbit.codecs import parse
 from lowbit.collectives import agree
 from lowbit.collectives.reduce import check_summable
-from lowbit.config import ConfigError
-from lowbit.job.process_group import world
-from lowbit.report import check_output
 from lowbit.tensor_parallel import Calibration, calibrate
 from lowbit_lab.evaluate import loading
 from lowbit_lab.evaluate.settings import CalibrationConfig
+from lowbit_run.config import ConfigError
+from lowbit_run.job.process_group import world
+from lowbit_run.report import check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

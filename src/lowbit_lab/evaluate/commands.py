@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lowbit.report import Baseline, Column, Command, Row, Table, compare
-from lowbit.terminal import console
 from lowbit_lab.charts import Bars, Heights
 from lowbit_lab.charts.style import recommended, title_of
 from lowbit_lab.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
+from lowbit_run.report import Baseline, Column, Command, Row, Table, compare
+from lowbit_run.terminal import console
 
 
 def _calibrate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:

@@ -14,18 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.config import ConfigError
-from lowbit.job.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
 from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.tensor_parallel.plan import ENCODERS
-from lowbit.terminal import console, filtered_again
-from lowbit.train import data as corpus
-from lowbit.train.config import DataConfig
-from lowbit.train.device import choose_autocast, choose_device
-from lowbit.train.pretrained import FolderTokenizer, Tokenizer, check_files, load, load_tokenizer, transformers_config
 from lowbit.wire.pytorch import default_group
 from lowbit_lab.evaluate.settings import InferenceConfig
+from lowbit_run.config import ConfigError
+from lowbit_run.job.process_group import joined, world
+from lowbit_run.terminal import console, filtered_again
+from lowbit_run.train import data as corpus
+from lowbit_run.train.config import DataConfig
+from lowbit_run.train.device import choose_autocast, choose_device
+from lowbit_run.train.pretrained import (
+    FolderTokenizer,
+    Tokenizer,
+    check_files,
+    load,
+    load_tokenizer,
+    transformers_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

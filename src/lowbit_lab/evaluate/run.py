@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.codecs import Codec, parse
 from lowbit.collectives import agree
-from lowbit.config import ConfigError
-from lowbit.job.process_group import world
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
@@ -45,6 +43,8 @@ from lowbit_lab.evaluate.settings import (
     default_calibration,
 )
 from lowbit_lab.evaluate.tasks import Metric, Tasks
+from lowbit_run.config import ConfigError
+from lowbit_run.job.process_group import world
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit_run.config import ConfigError, NonNegative, Positive, section
 
 FORMATS = ("bf16", "int4", "feature-int4")
 BASELINE = "bf16"

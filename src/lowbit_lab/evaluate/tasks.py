@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowbit.config import ConfigError
-from lowbit.train.answers import check_characters, read_record
 from lowbit_lab.evaluate import loading
 from lowbit_lab.evaluate.settings import FILE_TASKS, EvaluationConfig
+from lowbit_run.config import ConfigError
+from lowbit_run.train.answers import check_characters, read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from lowbit.codecs.group_int import reference as group_int
 from lowbit.codecs.group_int.reference import check_asymmetric, check_settings, decoded
+from lowbit.escape import shown
 from lowbit.kernels import operator
 from lowbit.kernels.operators import check_pair, check_shapes
-from lowbit.terminal import shown
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.group_int.codec import GroupInt
-from lowbit.terminal import shown
+from lowbit.escape import shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit.escape import shown
 from lowbit.kernels import operator
 from lowbit.kernels.exact import store, uniform
 from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
 from lowbit.kernels.operators import check_bytes, check_numbers
-from lowbit.terminal import shown
 
 NAN_SCALE = 255  # for a block with NaN or Inf: as float32 exponent it gives Inf, and Inf times the codes, 0, is NaN
 EXPONENT = 23  # position of the exponent in a float32

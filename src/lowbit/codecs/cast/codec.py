@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.codecs.base import Summable, read_plain, write_plain
 from lowbit.codecs.checks import FLOATS
-from lowbit.terminal import shown
+from lowbit.escape import shown
 
 
 @dataclass(frozen=True, kw_only=True)

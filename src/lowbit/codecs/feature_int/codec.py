@@ -16,8 +16,8 @@ from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int import reference
 from lowbit.codecs.feature_int.reference import FEWEST, MOST, center_of, feature_int_layout
+from lowbit.escape import shown
 from lowbit.kernels.layout import planes_nbytes
-from lowbit.terminal import shown
 
 # Bounds of ranges: their reciprocals are normal numbers.
 SMALLEST, LARGEST = 2.0**-126, 2.0**125

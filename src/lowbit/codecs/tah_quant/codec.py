@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.tah_quant.reference import TAHGeometry, decode, encode, tah_geometry
-from lowbit.terminal import shown
+from lowbit.escape import shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.escape import shown
 from lowbit.kernels import operator
 from lowbit.kernels.exact import (
     LARGEST,
@@ -25,7 +26,6 @@ from lowbit.kernels.exact import (
 )  # fmt: skip
 from lowbit.kernels.layout import Layout, ceil_div, pack, pack_flags, unpack, unpack_flags, zero_gaps
 from lowbit.kernels.operators import check_bytes, check_numbers
-from lowbit.terminal import shown
 
 SCOPE_TILES = 256  # tiles among which "range" chooses: a GPU's program holds them in registers
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow

@@ -27,10 +27,10 @@ from lowbit.codecs.transform_quant.reference import (
     scales,
     transform_geometry,
 )
+from lowbit.escape import shown
 from lowbit.kernels import apart, implementation
 from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.layout import ALIGNMENT
-from lowbit.terminal import shown
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,118 @@
+"""Prompts and samples: text from options and files, as token ids."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit_run.config import ConfigError
+from lowbit_run.generate.settings import GenerateSettings
+from lowbit_run.train.answers import Encoded, check_characters, encode, read_record, read_samples
+from lowbit_run.train.pretrained import Tokenizer, reason
+
+_ALLOWED = "an object with prompt, or with messages"
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as it was given, and its token ids."""
+
+    shown: Any
+    ids: list[int]
+
+
+def read_prompts(settings: GenerateSettings, tokenizer: Any, *, longest: int | None) -> list[Prompt]:
+    """Read the prompts of an option or a file.
+
+    Args:
+        tokenizer: Transformers'. longest: positions of the model, if they are limited.
+
+    Raises:
+        ConfigError: a file cannot be read, or a prompt is empty, invalid or too long; the message says which.
+    """
+    chat = bool(tokenizer.chat_template) if settings.chat is None else settings.chat
+    if chat and not tokenizer.chat_template:
+        raise ConfigError("chat is true, and the tokenizer has no chat template; allowed: false")
+    prompts = []
+    for where, value in _given(settings):
+        # A sample's prompt has no template when `lowbit train` learns it.
+        plain = isinstance(value, dict) and settings.chat is None
+        text = value.get("prompt") if isinstance(value, dict) else value
+        messages = value.get("messages") if isinstance(value, dict) else None
+        if messages is None and not (isinstance(text, str) and text.strip()):
+            raise ConfigError(f"{where} is {text!r:.60}; allowed: text that is not empty")
+        check_characters(value, where)
+        if messages is not None or (chat and not plain):
+            ids = _from_template(tokenizer, messages or [{"role": "user", "content": text}], where)
+        else:
+            ids = _plain(tokenizer, str(text))
+        if longest is not None and len(ids) >= longest:
+            raise ConfigError(f"{where} has {len(ids)} tokens; allowed: fewer than the model's positions, {longest}")
+        if not ids:
+            raise ConfigError(f"{where} has no tokens; allowed: text that the tokenizer knows")
+        prompts.append(Prompt(value, ids))
+    if not prompts:
+        raise ConfigError(f"prompts is {settings.prompts!r}, which holds no prompts; allowed: one on each line")
+    return prompts
+
+
+def read_scored(settings: GenerateSettings, tokenizer: Tokenizer, *, longest: int | None) -> list[Encoded]:
+    """Read the samples to score. Raises ConfigError: as `read_prompts`."""
+    path = Path(settings.score)
+    samples, left = read_samples([path], limit=_MOST_BYTES, tokenizer=tokenizer.hugging_face())
+    if not samples or left:
+        raise ConfigError(
+            f"score is {settings.score!r}, with {len(samples)} samples in its first {_MOST_BYTES >> 20} MiB and "
+            f"{left} bytes more; allowed: a smaller file with samples"
+        )
+    encoded = encode(samples, tokenizer)
+    most = max(sample.places for sample in encoded)
+    if longest is not None and most > longest:
+        raise ConfigError(f"score has a sample of {most + 1} tokens; allowed: the model's positions, {longest}")
+    return encoded
+
+
+def _given(settings: GenerateSettings) -> Iterator[tuple[str, Any]]:
+    """Yield each prompt with its name in errors."""
+    if not settings.prompts:
+        yield "prompt", settings.prompt
+        return
+    path = Path(settings.prompts)
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"prompts is {settings.prompts!r}: {error.strerror}") from error
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"prompts is {settings.prompts!r}; allowed: a file of at most {_MOST_BYTES >> 20} MiB")
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        if path.suffix != ".jsonl":
+            try:
+                yield where, line.decode("utf-8-sig").strip("\r")
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{where} is not UTF-8 (byte {error.start}); allowed: text in UTF-8") from error
+            continue
+        record = read_record(line, where, _ALLOWED)
+        if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+            raise ConfigError(f"{where} is {json.dumps(record):.60}; allowed: {_ALLOWED}")
+        yield where, record
+
+
+def _from_template(tokenizer: Any, messages: Sequence[Any], where: str) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a foreign template may raise anything
+        raise ConfigError(f"{where}: the chat template refuses the messages: {reason(error)}") from error
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    """Return what the tokenizer puts in front of a text, and its ids, as `lowbit train` encodes prompts."""
+    whole = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    begin = whole["input_ids"][: [*whole["special_tokens_mask"], 0].index(0)]
+    return [*begin, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]

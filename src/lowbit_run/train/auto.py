@@ -1,0 +1,389 @@
+"""`pipeline.forward = "auto"`: choose formats by the measured speed of the first steps and of the links.
+
+Rank 0 simulates a step (`lowbit_run.simulate`) with the compute and coding seconds of all ranks and the measured links,
+for each format of `AUTO_FORMATS`. Every boundary between two machines takes the most exact format with which a step is
+about as fast as with the fastest, and every other boundary the most exact of all. Then all ranks watch the seconds for
+which machines wait, summed over ranks and so the same on each: if they change for good, the links are measured and the
+formats chosen again. Where coding or computing takes as long as a step, nobody waits less when a link becomes faster,
+so the links are also measured about twice a minute.
+"""
+
+import functools
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from lowbit.codecs import parse_pair
+from lowbit.codecs.speed import coding_speed
+from lowbit.wire.checksum import CHECKSUM_BYTES
+from lowbit.wire.messages import gather_json
+from lowbit_run.train.boundaries import AUTO_FORMATS, codecs_of, usable
+from lowbit_run.train.checkpoints.save import together
+from lowbit_run.train.config import FULL_PRECISION, PipelineConfig
+from lowbit_run.train.layout import Pair, PipelineLayout
+from lowbit_run.train.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from lowbit_run.train.trainer import Trainer
+
+_FIRST = 5  # steps before the first choice, at least; the very first compiles kernels and does not count
+_USUAL = 10  # steps after a choice whose medians later steps are compared with
+_CHANGES = ((3, 3.0), (5, 1.6), (20, 1.25))  # steps, and the factor by which their waiting must change a step
+_LOOK_SECONDS = 30.0  # of steps after which the links are measured again, whatever the steps do
+_RARELY = 10  # times as long, where formats with more bits do not exist: steps show links that become slower
+_LOOK_SHARE, _SOONER_SHARE = 1 / 20, 1 / 8  # most of the time that looks may take: these, and those after a change
+_OTHER_RATE = 1.5  # factor by which a link must differ from the last choice's for another choice without a change
+_FRESH = 3  # steps after such a look whose durations count: those before may be of the old rate
+_KEEP = 1.10  # relative to the fastest: present formats with more bits than the best stay up to this duration
+_SLOWER = 1.35  # more bits must also do on links that are slower by this, so that formats do not follow a wobble
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatChoice:
+    """The chosen formats of all boundaries, and the measurements behind them.
+
+    Attributes:
+        step: steps done before. formats: one for each boundary, from `AUTO_FORMATS`.
+        predicted: seconds of a step with each format at all boundaries, and with `formats`.
+        mbit: Mbit/s of each link between machines. round_trip: the longest, in seconds; None on one rank.
+        share: fraction of these rates that training gets, inferred from the duration of earlier steps.
+        compute: seconds of each rank in a step.
+        change: duration of a step relative to that after the previous choice; None for the first.
+    """
+
+    step: int
+    formats: tuple[str, ...]
+    predicted: dict[str, float]
+    mbit: dict[str, float]
+    round_trip: float | None
+    compute: list[float]
+    share: float = 1.0
+    change: float | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "FormatChoice":
+        """Make a choice from JSON that `dataclasses.asdict` produced.
+
+        Raises:
+            KeyError, TypeError: `values` do not describe a choice.
+        """
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(**{**known, "formats": tuple(values["formats"])})
+
+    def __str__(self) -> str:
+        links = ", ".join(f"{name}: {rate:,.1f} Mbit/s" for name, rate in self.mbit.items()) or "one machine"
+        if self.round_trip is not None:
+            links += f", {1e3 * self.round_trip:.1f} ms there and back"
+        links += f", {self.share:.0%} of the rates in training" if self.share < 1 else ""
+        seconds = "; ".join(f"{name}: {value:.3f} s" for name, value in self.predicted.items())
+        changed = "" if self.change is None else f" (a step took {self.change:.2f} times as long as before)"
+        return (
+            f"formats from step {self.step + 1} on{changed}: {described(self.formats)}; links {links}; "
+            f"compute {max(self.compute):.3f} s; predicted step with {seconds}"
+        )
+
+
+def forecast(
+    layout: PipelineLayout,
+    pipeline: PipelineConfig,
+    timings: Sequence[Any],
+    formats: Mapping[str, tuple[int, int]],
+    trips: Mapping[Pair, float],
+    rates: Mapping[Pair, float],
+    *,
+    checksum: int,
+    rest: float,
+    overlapped: bool,
+    whole: bool = False,
+) -> Callable[[Sequence[str], float], float]:
+    """Return a function that predicts the seconds of a step of one pipeline.
+
+    It takes the formats of the boundaries, and the share of the links' rates that the step gets.
+
+    Args:
+        timings: for each rank, seconds of a step: compute, work after the pipeline, and coding by format.
+        formats: their sizes. trips (seconds), rates (Mbit/s): by pair of ranks. checksum: bytes. rest: seconds.
+        overlapped: coding overlaps with computing. whole: no backward pass is split.
+    """
+    from lowbit_run.simulate import Channel, Network, actions_from
+    from lowbit_run.simulate.predict import predicted_step
+    from lowbit_run.simulate.step import order_of, unsplit
+
+    order = order_of(
+        pipeline.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank,
+        microbatches=pipeline.microbatches,
+    )  # fmt: skip
+    steps = actions_from(unsplit(order) if whole else order)
+    ranks, counts = [layout.rank_of(stage) for stage in range(layout.stages)], layout.layer_counts
+    compute = [
+        timings[rank][0] / pipeline.microbatches * counts[stage] / sum(counts[each] for each in layout.stages_of(rank))
+        for stage, rank in enumerate(ranks)
+    ]
+    crossing = [(ranks[i], ranks[i + 1]) for i in range(layout.stages - 1) if layout.crosses(i)]
+    pairs = sorted({*crossing, *((b, a) for a, b in crossing)})
+
+    def seconds(names: Sequence[str], share: float) -> float:
+        channels = [
+            Channel(
+                bytes_per_second=share * rates.get(pair, math.inf) * 1e6 / 8, latency=trips[min(pair), max(pair)] / 2
+            )
+            for pair in pairs
+        ]
+        return predicted_step(
+            steps, compute, ranks, Network(channels=channels, routes={pair: i for i, pair in enumerate(pairs)}),
+            formats=names, sizes=formats.__getitem__, coding=lambda rank, name: timings[rank][2][name],
+            checksum=checksum, optimizer=rest, beside=overlapped,
+        ).seconds  # fmt: skip
+
+    return seconds
+
+
+def choose(
+    predict: Callable[[tuple[str, ...], float], float],
+    formats: Mapping[str, tuple[int, int]],
+    crosses: Sequence[bool],
+    current: tuple[str, ...] | None = None,
+) -> tuple[tuple[str, ...], dict[str, float]]:
+    """Choose the most exact formats that are about as fast as the fastest.
+
+    The current formats stay if they have more bits than these and are not much slower, or fewer than these and the
+    links are not fast enough by a margin.
+
+    Args:
+        predict: seconds of a step, from the format of each boundary and a factor for the rates of all links.
+        formats: sizes by name, the most exact first.
+        crosses: for each boundary, whether it lies between two machines; others take the most exact format.
+
+    Returns:
+        The format of each boundary; and predicted seconds with each format at all boundaries, and with the chosen ones.
+    """
+    from lowbit_run.simulate.predict import AS_FAST, choose_formats
+
+    names, timed = list(formats), functools.cache(lambda mix: predict(mix, 1.0))
+    uniform = {name: tuple(name if does else names[0] for does in crosses) for name in names}
+    places = [i for i, does in enumerate(crosses) if does]
+
+    def fastest(seconds: Callable[[tuple[str, ...]], float]) -> tuple[tuple[str, ...], float]:
+        return choose_formats(seconds, names, places, min(uniform.values(), key=seconds), as_fast=AS_FAST)
+
+    def nbytes(formats_of: tuple[str, ...]) -> int:
+        return sum(sum(formats[name]) for name in formats_of)
+
+    mix, best = fastest(timed)
+    if current is not None and nbytes(mix) > nbytes(current):
+        mix = max(current, fastest(functools.cache(lambda mix: predict(mix, 1 / _SLOWER)))[0], key=nbytes)
+    elif current is not None and timed(current) <= best * _KEEP:
+        mix = current
+    return mix, {**{name: timed(each) for name, each in uniform.items()}, "these": timed(mix)}
+
+
+def described(formats: Sequence[str]) -> str:
+    """Describe the formats of all boundaries in a line."""
+    texts, first = [], 0
+    for name, same in groupby(formats):
+        last = first + len(list(same)) - 1
+        texts.append(f"boundary {first}{f' to {last}' if last > first else ''} {name}")
+        first = last + 1
+    return ", ".join(texts)
+
+
+class Watch:
+    """Decides when to look at the links again, from numbers that are the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._elapsed, self._cost = 0.0, 0.0  # seconds of steps since the last look, and seconds that it took
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew after a choice: the steps that follow are the usual ones."""
+        self._steps: deque[tuple[float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
+        self._count, self._looks, self._usual = 0, 0, (0.0, 0.0)
+
+    def looked(self, seconds: float) -> None:
+        self._elapsed, self._cost, self._looks = 0.0, seconds, self._looks + 1
+
+    def note(self, seconds: float, waited: float, *, exact: bool = False) -> int | None:
+        """Note a step, and return how many of the last steps have changed, if it is time to look at the links.
+
+        Args:
+            seconds: of the step, mean over ranks. waited: for messages, on the machine that waited least: if a machine
+                becomes slower, the others wait for it, but if a link does, all wait.
+            exact: the formats are the most exact ones.
+        """
+        self._elapsed += seconds
+        self._count += 1
+        if self._count > 1:  # the first step compiles kernels
+            self._steps.append((seconds, waited))
+        after = self._count - 1 - _USUAL
+        if after == 0:
+            self._usual = self._medians(_USUAL)
+        elif after > 0 and self._cost <= _SOONER_SHARE * self._elapsed:
+            usual, usually_waited = self._usual
+            for span, factor in _CHANGES:
+                change = 1 + (self._medians(span)[1] - usually_waited) / usual
+                if after >= span and not 1 / factor < change < factor:
+                    return span
+        pause = max(_LOOK_SECONDS, self._cost / _LOOK_SHARE)
+        return 0 if self._elapsed >= (_RARELY * pause if exact and self._looks else pause) else None
+
+    def change(self, span: int) -> float | None:
+        """Return how many times as long as usual the last steps took; None if it is not known what is usual."""
+        return self._medians(span)[0] / self._usual[0] if self._usual[0] else None
+
+    def _medians(self, span: int) -> tuple[float, float]:
+        seconds, waited = zip(*list(self._steps)[-span:], strict=True)
+        return statistics.median(seconds), statistics.median(waited)
+
+
+class Auto:
+    """Chooses the formats of a run; every rank makes one and calls the same methods.
+
+    Attributes:
+        choice: the last one; None before the first.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer, self._config, self._layout = trainer, trainer.config, trainer.layout
+        self.choice: FormatChoice | None = None
+        shape = (self._config.rows, self._config.data.sequence, trainer.pipeline.width)
+        self._formats = usable(AUTO_FORMATS, shape)
+        self._sizes = self._formats | usable((FULL_PRECISION,), shape)
+        device = trainer.prepared.device
+
+        def coding(text: str) -> list[float]:
+            speeds = (coding_speed(codec, shape, device, seconds=0.0) for codec in parse_pair(text))
+            return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
+
+        speeds = together(lambda: {text: coding(text) for text in self._sizes}, trainer.side)
+        self._coding = speeds[trainer.rank]
+        # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
+        self._own: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
+        self._watch = Watch()
+        self._count = 0  # steps since the last choice
+        self._left: int | None = None  # steps before the next look; None: none is announced
+        self._span = 0  # steps whose durations the next choice uses; 0: only the rates are looked at
+        self._doubted = False  # whether a share of these rates was inferred again, from later steps
+
+    def restore(self, stored: Any) -> None:
+        """Take over the choice of a checkpoint, unless it has another number of boundaries or unknown formats."""
+        try:
+            choice = FormatChoice.of(stored)
+            fits = len(choice.formats) == self._layout.stages - 1 and set(choice.formats) <= set(self._formats)
+            fits = fits and choice.step >= 0 and all(rate > 0 for rate in choice.mbit.values())
+        except (AttributeError, KeyError, TypeError):
+            return
+        if fits:
+            self._use(choice)
+
+    def due(self, metrics: StepMetrics) -> bool:
+        """Note a step, and return whether to look at the links after it; the same on all ranks.
+
+        A look is announced one step ahead: the step before it must not post receives, whose sizes may change.
+        """
+        self._count += 1
+        work = self._trainer.work
+        if self._count > 1:  # the first step compiles kernels
+            passed = work.compute_seconds + work.codec_seconds + work.wait_seconds
+            if metrics.step == self._config.codec_warmup_steps + 1:
+                self._own.clear()
+            self._own.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
+        if self.choice is None:
+            left = max(_FIRST - self._count, self._config.codec_warmup_steps - metrics.step)
+        elif not self._trainer.links.pairs:  # one machine
+            return False
+        else:
+            seconds = metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds
+            exact = set(self.choice.formats) == {next(iter(self._formats))}
+            span = self._watch.note(seconds, min(metrics.waiting.values()), exact=exact)
+            if self._left is None:
+                if span is None:
+                    return False
+                self._left, self._span = 2, span
+            self._left = left = self._left - 1
+        self._trainer.pipeline.look_ahead(left != 1)
+        return left <= 0
+
+    def looked(self, mbit: Mapping[str, float], seconds: float) -> bool:
+        """Note measured Mbit/s of links and the seconds that this took; return whether to choose formats now."""
+        assert self.choice is not None
+        before = self.choice.mbit
+        factors = [max(rate / before[name], before[name] / rate) for name, rate in mbit.items() if name in before]
+        self._watch.looked(max(gather_json(seconds, self._trainer.side)))
+        self._left = None
+        if not self._span and max(factors, default=1.0) >= _OTHER_RATE:
+            self._own.clear()
+            self._left, self._span, self._doubted = _FRESH, _FRESH, False
+        elif not self._span and self.choice.share < 1 and not self._doubted:
+            # The steps may have been long for another reason. Only once, or formats would go back and forth.
+            self._span, self._doubted = len(self._own), True
+        self._trainer.pipeline.look_ahead(True)
+        return bool(self._span) and self._left is None
+
+    def choose(
+        self, step: int, trips: Sequence[Mapping[Pair, float]], rates: Mapping[Pair, float], mbit: dict[str, float]
+    ) -> FormatChoice:
+        """Choose the formats after `step` steps on rank 0, and use them on all ranks.
+
+        Args:
+            trips: for each pipeline, seconds of a round trip by pair of its ranks.
+            rates: Mbit/s by (sender, receiver) ranks of the run. mbit: the same by link.
+        """
+        from lowbit_run.simulate.predict import share_of_rates
+
+        side, ranks, boundaries = self._trainer.side, self._layout.ranks, self._layout.stages - 1
+        own = list(self._own)[-self._span :]  # all for the first choice
+        compute, rest, measured = (statistics.median(values) for values in zip(*own, strict=True))
+        timings = gather_json([compute, rest, self._coding], side)
+        decided: Any = None
+        if self._trainer.rank == 0:
+            forecasts = [
+                forecast(
+                    self._layout, self._config.pipeline, timings[first : first + ranks], self._sizes,
+                    trips[first // ranks], {(a - first, b - first): rate for (a, b), rate in rates.items()},
+                    checksum=CHECKSUM_BYTES * self._config.run.checksums,
+                    rest=min(rest for _, rest, _ in timings), overlapped=self._trainer.prepared.device.type == "cuda",
+                    whole=self._config.checkpoints,
+                )
+                for first in range(0, len(timings), ranks)
+            ]  # fmt: skip
+
+            def seconds(mix: Sequence[str], share: float) -> float:
+                return max(predict(mix, share) for predict in forecasts)
+
+            start = FULL_PRECISION if step <= self._config.codec_warmup_steps else AUTO_FORMATS[0]
+            before = (start,) * boundaries if self.choice is None else self.choice.formats
+            share = share_of_rates(lambda share: seconds(before, share), measured)
+            # Within a machine, few bits save nothing, and the durations of coding are too noisy to decide.
+            rank_of = self._layout.rank_of
+            linked = [
+                any((first + rank_of(i), first + rank_of(i + 1)) in rates for first in range(0, len(timings), ranks))
+                for i in range(boundaries)
+            ]
+            formats, predicted = choose(
+                lambda mix, factor: seconds(mix, share * factor), self._formats, linked,
+                None if self.choice is None else before,
+            )  # fmt: skip
+            decided = asdict(
+                FormatChoice(
+                    step=step, formats=formats, predicted=predicted, mbit=mbit, share=share,
+                    change=None if self.choice is None else self._watch.change(self._span),
+                    round_trip=max(max(each.values()) for each in trips), compute=[each[0] for each in timings],
+                )
+            )  # fmt: skip
+        decided = gather_json(decided, side)[0]
+        choice = FormatChoice.of(decided)
+        same = self.choice is not None and self.choice.formats == choice.formats
+        self._use(choice, same=same)
+        return choice
+
+    def _use(self, choice: FormatChoice, *, same: bool = False) -> None:
+        self.choice, self._left, self._span, self._count = choice, None, 0, 0
+        self._own.clear()
+        self._watch.restart()
+        if not same:
+            self._trainer.pipeline.use_codecs(codecs_of(choice.formats))
+        self._trainer.pipeline.look_ahead(True)

@@ -1,0 +1,110 @@
+"""Make the codecs of a run's boundaries from its configuration."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lowbit.codecs import Cast, Codec, backward_codec, parse, parse_pair
+from lowbit_run.config import ConfigError
+from lowbit_run.train.config import AUTO, PipelineConfig
+
+AUTO_FORMATS = (
+    "bf16",
+    "int8 / int8",
+    "TAHQuant(high_bits=6, low_bits=5)",
+    "transform",
+)
+"""Formats that `pipeline.forward = "auto"` chooses among, the most exact first.
+
+Bits (both ways together) at dim 256, and held-out loss minus that of FP32 in nats, with 512 tokens a step, from
+docs/results/convergence.md: 32 bits, -0.001; 17, 0.000; 12.8, not measured from scratch; 5.2, 0.003. Coding
+time rises from each to the next. In pretrained models, at 3 boundaries forward, the third diverges by a half (Gemma 3)
+to a twentieth (SmolLM2, Qwen2.5) of what the fourth does (docs/results/codecs.md). With fewer bits, SmolLM2 diverges
+twice as much (2.7 bits), so a run must name such formats.
+"""
+
+
+def usable(texts: Sequence[str], shape: tuple[int, int, int]) -> dict[str, tuple[int, int]]:
+    """Return sizes of the formats that can code this shape and take fewer bytes than all formats before them."""
+    sizes_by_format: dict[str, tuple[int, int]] = {}
+    for text in texts:
+        forward, backward = parse_pair(text)
+        try:
+            sizes = forward.nbytes(shape), backward.nbytes(shape)
+        except ValueError:
+            continue
+        if all(sum(sizes) < sum(each) for each in sizes_by_format.values()):
+            sizes_by_format[text] = sizes
+    return sizes_by_format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codecs:
+    """One codec for each boundary in each direction; boundary i lies between stages i and i + 1."""
+
+    forward: tuple[Codec, ...]
+    backward: tuple[Codec, ...]
+
+
+def codec_of(key: str, text: str, check: Callable[[Codec], Any] | None = None) -> Any:
+    """Parse the codec that a setting names, and return the result of `check` on it."""
+    try:
+        return parse(text) if check is None else check(parse(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
+    """Make the codecs that the configuration names. Raises ConfigError: a codec's name or argument is invalid."""
+
+    def each(direction: str, names: tuple[str, ...]) -> tuple[Codec, ...]:
+        named = [codec_of(f"pipeline.{direction}", text) for text in names]
+        return tuple(named) if len(named) == boundaries else tuple(named[:1]) * boundaries
+
+    if pipeline.is_auto:  # the most exact format, until the run has chosen
+        return codecs_of(AUTO_FORMATS[:1] * boundaries)
+    if pipeline.boundary == "lowbit":
+        forward = each("forward", pipeline.forward)  # first: `backward_formats` takes it for valid
+        return Codecs(forward=forward, backward=each("backward", backward_formats(pipeline)))
+    plain = (Cast(dtype=stock_dtype(pipeline)),) * boundaries
+    return Codecs(forward=plain, backward=plain)
+
+
+def codecs_of(pairs: Sequence[str]) -> Codecs:
+    """Make the codecs from a pair of formats ("int4 / int6") for each boundary."""
+    both = [parse_pair(text) for text in pairs]
+    return Codecs(forward=tuple(forward for forward, _ in both), backward=tuple(backward for _, backward in both))
+
+
+def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
+    """Return `pipeline.backward`, or the default backward format of each format in `pipeline.forward`.
+
+    PyTorch's own stage has no codecs; for it, `pipeline.backward` is returned as it is.
+    """
+    if pipeline.is_auto:
+        return (AUTO,)
+    if pipeline.backward or pipeline.boundary != "lowbit":
+        return pipeline.backward
+    return tuple(repr(backward_codec(parse(text))) for text in pipeline.forward)
+
+
+def in_full(pipeline: PipelineConfig) -> PipelineConfig:
+    """Write formats in full, as `repr` does, for files: the meaning of names and defaults may change.
+
+    PyTorch's own stage has no codecs; for it, the configuration is returned as it is. "auto" stays.
+    """
+    if pipeline.is_auto:
+        return replace(pipeline, backward=(AUTO,))
+    if pipeline.boundary != "lowbit":
+        return pipeline
+    forward, backward = (
+        tuple(repr(parse(text)) for text in texts) for texts in (pipeline.forward, backward_formats(pipeline))
+    )
+    return replace(pipeline, forward=forward, backward=backward)
+
+
+def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:
+    """Return the dtype in which stages hand over activations: bfloat16 for "stock-bf16", otherwise float32."""
+    return torch.bfloat16 if pipeline.boundary == "stock-bf16" else torch.float32

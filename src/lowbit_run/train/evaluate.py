@@ -1,0 +1,365 @@
+"""Compute the held-out loss in the pipeline, with any codecs at the boundaries or none; check a goal in loss.
+
+`TransformQuant(bits="auto", nats=...)` chooses its rates by a forecast. So after some steps of training with them, a
+few batches are evaluated with and without codecs. If the loss is higher by more than the goal and the standard error
+of the difference, all ranks raise the rates together: half a bit for each factor of 2, since the cost is proportional
+to the square of the error.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.codecs import Cast, Codec, Session, StatefulCodec
+from lowbit.codecs.foreign import open_session
+from lowbit.pipeline import LowBitStage
+from lowbit.wire.checksum import sealed_bytes
+from lowbit.wire.messages import Expected, Messages, Sent, gather_json
+from lowbit_run.train.answers import IGNORED, Answers
+from lowbit_run.train.config import TrainConfig
+from lowbit_run.train.data import Windows
+from lowbit_run.train.layout import PipelineLayout
+from lowbit_run.train.model import StageModule, next_token_loss
+
+if TYPE_CHECKING:
+    from lowbit_run.train.trainer import Trainer
+
+
+_ROUND_BYTES = 1 << 27
+"""Most float32 activations that a rank sends or receives in a round; up to two rounds are under way each way."""
+SUMS_BYTES = 32
+AFTER = (16, 32, 64)
+"""Steps after the warm-up at which the cost is measured."""
+BATCHES = 16
+"""Most batches to evaluate. Each has the windows of a micro-batch, so that messages are as long as in training."""
+
+
+class _Batch(NamedTuple):
+    """Windows that are evaluated together: int64 (windows, sequence)."""
+
+    inputs: Tensor
+    targets: Tensor
+    positions: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Batches that all pass a stage, one after the other, before they pass the next stage.
+
+    Attributes:
+        arriving: activations that this rank has yet to receive, and the sessions that decode them, by stage and batch.
+        sums: `_sums_of` each batch, to receive from the rank of the last stage; own_sums: the same, on that rank.
+        sent: messages that may still be under way.
+    """
+
+    batches: Sequence[_Batch]
+    arriving: dict[tuple[int, int], tuple[Session, Expected]]
+    sums: list[Expected]
+    own_sums: list[Tensor] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+
+
+class Evaluated(Protocol):
+    """The stages of a rank that are evaluated: those of a `Pipeline`, or of a model that only answers."""
+
+    config: TrainConfig
+    layout: PipelineLayout
+    modules: dict[int, StageModule]
+    device: torch.device
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def lowbit_stages(self) -> Mapping[int, LowBitStage]: ...
+
+
+class HeldOutEvaluation:
+    """Forward passes outside the training schedule that change neither training's codec states nor its counters.
+
+    Args:
+        pipeline: this rank's stages, whose codecs' states evaluation uses.
+        group: Gloo group of the pipeline, not the one of the training traffic.
+
+    Raises:
+        DamagedError, PeerError: (in `loss`) as `Messages`.
+    """
+
+    def __init__(self, pipeline: Evaluated, group: dist.ProcessGroup | None) -> None:
+        run = pipeline.config.run
+        self._layout, self._modules, self._stages = pipeline.layout, pipeline.modules, pipeline.lowbit_stages
+        self._width, self._device = pipeline.width, pipeline.device
+        self._trained = torch.Size((pipeline.config.rows, pipeline.config.data.sequence, pipeline.width))
+        self._messages = Messages(group, "evaluation", timeout=run.timeout_seconds, checksums=run.checksums)
+        self._legs: list[list[int]] = []  # runs of stages without a message in between
+        for stage in self._modules:
+            if stage and not self._layout.crosses(stage - 1):
+                self._legs[-1].append(stage)
+            else:
+                self._legs.append([stage])
+
+    def scores(
+        self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
+    ) -> tuple[float, float]:
+        """Return the mean loss of learned tokens in nats, and exact match; the same numbers on every rank.
+
+        Exact match is the share of samples whose answers greedy decoding would write token for token, including the
+        end: each token is the likeliest after the prompt and the tokens before it. Both are NaN without windows, and
+        exact match is NaN for text without answers.
+
+        Args:
+            windows: held-out text or samples; batch: windows at a time; batches: most batches (0: all).
+            codecs: one for each boundary; None: float32. A codec that learns from message to message uses the state of
+                training's codec at that boundary if it is the same (float32 during its warm-up), and otherwise starts
+                empty in each batch.
+        """
+        total = torch.zeros(4, dtype=torch.float64)
+        for sums in self.sums(windows, batch=batch, batches=batches, codecs=codecs):
+            total += sums
+        return float(total[0] / total[1]), float(total[2] / total[3])
+
+    @torch.no_grad()
+    def sums(
+        self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
+    ) -> list[Tensor]:
+        """Return `_sums_of` each batch, float64 (4,), the same on every rank; arguments as for `scores`."""
+        chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
+        ids = evaluated(windows, batch=batch, batches=batches)
+        if not len(ids):
+            return []
+        before = [(module, module.training, module.boundary_dtype) for module in self._modules.values()]
+        for module in self._modules.values():
+            module.eval()
+            module.boundary_dtype = torch.float32  # for codecs, whatever training's
+        try:
+            return list(self._sums(windows, ids.split(batch), chosen))
+        finally:
+            for module, training, dtype in before:
+                module.train(training)
+                module.boundary_dtype = dtype
+
+    def _sums(self, windows: Windows | Answers, batches: Sequence[Tensor], codecs: Sequence[Codec]) -> Iterator[Tensor]:
+        """Yield `_sums_of` each batch of window ids, the same on every rank.
+
+        All batches of a round pass a stage before the next one, so the latency of a distant neighbour counts once per
+        round, not once per batch. The next round begins while the last stages work on this one.
+        """
+        nbytes = len(batches[0]) * windows.sequence * self._width * torch.float32.itemsize
+        size = max(2, _ROUND_BYTES // (nbytes * self._layout.stages_per_rank))
+        starts = range(0, len(batches), size)
+        rounds = (self._open(windows, batches[i : i + size], codecs) for i in starts)
+        begun = deque[_Round]()
+        # Two rounds at a time: a round's receives must be posted before its senders begin.
+        for current, _ in pairwise(chain(rounds, (None,))):
+            assert current is not None
+            self._pass(current, codecs)
+            begun.append(current)
+            # In a V-shaped layout, the first rank ends a round before it begins the next. The others wait for its sums
+            # meanwhile, so that no wait is longer than a batch takes on some rank.
+            while len(begun) > (not self._layout.v_shaped):
+                yield from self._close(begun.popleft())
+        for each in begun:
+            yield from self._close(each)
+
+    def _open(self, windows: Windows | Answers, ids: Sequence[Tensor], codecs: Sequence[Codec]) -> _Round:
+        """Begin a round: post receives for all activations and sums, in the order of each neighbour's sends."""
+        batches = [_Batch(*windows.batch(each), windows.positions(each)) for each in ids]
+        arriving = {
+            (leg[0], index): self._expect(leg[0] - 1, batch, codecs[leg[0] - 1])
+            for leg in self._legs
+            for index, batch in enumerate(batches)
+            if leg[0]
+        }
+        last = self._layout.rank_of(self._layout.stages - 1)
+        expected = len(batches) if last != self._messages.rank else 0
+        return _Round(batches, arriving, [self._messages.expect(SUMS_BYTES, last, "sums") for _ in range(expected)])
+
+    def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> tuple[Session, Expected]:
+        session = self._session(boundary, codec, (*batch.inputs.shape, self._width), outgoing=False)
+        source = self._layout.rank_of(boundary)
+        return session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}")
+
+    def _pass(self, current: _Round, codecs: Sequence[Codec]) -> None:
+        """Run this rank's stages, one after the other, on all batches of a round."""
+        for leg in self._legs:
+            for index, batch in enumerate(current.batches):
+                if leg[0]:
+                    session, message = current.arriving.pop((leg[0], index))
+                    x = session.decode(message.wait().to(self._device), training=False)
+                else:
+                    x = batch.inputs.to(self._device)
+                results = self._results(leg, x, batch)
+                if leg[-1] == self._layout.stages - 1:
+                    sums = torch.stack(results).sum(0)
+                    current.own_sums.append(sums)
+                    others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
+                    current.sent.extend(self._messages.send(sums, rank) for rank in others)
+                    continue
+                x = torch.cat(results)
+                session = self._session(leg[-1], codecs[leg[-1]], x.shape, outgoing=True)
+                payload = session.encode(x.float(), training=False)
+                current.sent.append(self._messages.send(payload, self._layout.rank_of(leg[-1] + 1)))
+
+    def _results(self, leg: Sequence[int], x: Tensor, batch: _Batch) -> list[Tensor]:
+        """Return activations, or `_sums_of` the last stage's logits, for as many windows at a time as in training."""
+        results: list[Tensor] = []
+        for start in range(0, len(x), self._trained[0]):
+            rows = slice(start, start + self._trained[0])
+            part = x[rows]
+            positions = None if batch.positions is None else batch.positions[rows].to(self._device)
+            for stage in leg:
+                part = self._modules[stage](part) if positions is None else self._modules[stage](part, positions)
+            if leg[-1] == self._layout.stages - 1:
+                part = _sums_of(part, batch.targets[rows].to(self._device), positions)
+            results.append(part)
+        return results
+
+    def _close(self, done: _Round) -> Iterator[Tensor]:
+        """Yield the sums of a round's batches, and wait until all messages of the round have been sent."""
+        yield from done.own_sums
+        for message in done.sums:
+            yield message.wait().view(torch.float64)
+        for sent in done.sent:
+            sent.wait()
+
+    def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
+        """Return training's session if it serves all shapes (float32 while it is empty), or a new one."""
+        stage = self._stages.get(boundary if outgoing else boundary + 1)
+        same = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
+        if stage is not None and same and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:
+            if not stage.in_warmup:  # training's shape first: a set rate must suit it, but not a smaller last batch
+                stage.forward_session(outgoing=outgoing, shape=self._trained, dtype=torch.float32)
+                return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
+            codec = Cast(dtype=torch.float32)
+        if codec.needs_key:  # it has no state for these samples, and sends them uncoded
+            codec = Cast(dtype=torch.float32)
+        return open_session(codec, shape=shape, dtype=torch.float32, device=self._device, about=f"boundary {boundary}")
+
+
+def evaluated(windows: Windows | Answers, *, batch: int, batches: int) -> Tensor:
+    """Return the ids of the windows that an evaluation takes: at most `batches` batches (0: all)."""
+    return torch.arange(min(len(windows), batch * batches) if batches else len(windows))
+
+
+def evaluation_bytes(layout: PipelineLayout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]]) -> float:
+    """Return the bytes that a pipeline sends to evaluate batches of these shapes through these codecs."""
+    crossing = [codec for boundary, codec in enumerate(codecs) if layout.crosses(boundary)]
+    coded = [codec.nbytes(shape) if codec.settled else 4 * math.prod(shape) for codec in crossing for shape in shapes]
+    return float(len(shapes) * (layout.ranks - 1) * sealed_bytes(SUMS_BYTES) + sum(map(sealed_bytes, coded)))
+
+
+def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the sum of losses, and the numbers of learned tokens, of samples answered right, and of samples.
+
+    float64, on the CPU. Text without answers counts no samples.
+    """
+    loss = next_token_loss(logits, targets, "sum")
+    learned = targets != IGNORED
+    sums = [float(loss), int(learned.sum()), 0, 0]
+    if not bool(learned.all()):
+        begins = torch.zeros_like(targets) if positions is None else (positions.to(targets.device) == 0).long()
+        begins[:, 0] = 1
+        sample = begins.flatten().cumsum(0) - 1
+        wrong = (logits.argmax(-1) != targets).flatten()
+        answers, learned = int(sample[-1]) + 1, learned.flatten()
+        asked = torch.bincount(sample[learned], minlength=answers)
+        mistakes = torch.bincount(sample[learned & wrong], minlength=answers)
+        sums[2:] = [int(((asked > 0) & (mistakes == 0)).sum()), int((asked > 0).sum())]
+    return torch.tensor(sums, dtype=torch.float64)
+
+
+def wanted_nats(codecs: Iterable[Codec]) -> float | None:
+    """Return the strictest goal in loss among codecs; None without a goal."""
+    goals = (codec.wanted_nats for codec in codecs if isinstance(codec, StatefulCodec) and not codec.settled)
+    return min((nats for nats in goals if nats is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The cost of the formats after `step` steps: mean difference in loss and its standard error, in nats.
+
+    Attributes:
+        bits: how much to raise the rates; 0: the goal is met, or the measurement is inconclusive.
+        reached: False if the goal is missed even with the most bits.
+    """
+
+    step: int
+    goal: float
+    cost: float
+    error: float
+    bits: float
+    reached: bool = True
+
+    def __str__(self) -> str:
+        cost = f"goal of {self.goal:g} nats: the codecs cost {self.cost:.2g} ± {self.error:.1g} after step {self.step}"
+        if not math.isfinite(self.cost):
+            return f"{cost}, which is inconclusive"
+        if not self.bits:
+            return f"{cost}, which meets it"
+        if self.reached:
+            return f"{cost}; rates raised by {self.bits:.2f} bits"
+        return f"{cost} at the most bits: it cannot be met; training continues with these"
+
+
+def judged(step: int, goal: float, differences: list[tuple[float, float]]) -> Check:
+    """Make a check from the loss differences of batches, each with its number of tokens."""
+    tokens = sum(count for _, count in differences)
+    cost = sum(difference * count for difference, count in differences) / tokens if tokens else math.nan
+    values = [difference for difference, _ in differences]
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 and math.isfinite(cost) else 0.0
+    missed = math.isfinite(cost) and cost - error > goal
+    return Check(step=step, goal=goal, cost=cost, error=error, bits=math.log2(cost / goal) / 2 if missed else 0.0)
+
+
+class Goal:
+    """Checks the goal of a run; every rank makes one and calls the same methods."""
+
+    def __init__(self, trainer: "Trainer", nats: float) -> None:
+        self._trainer, self._nats = trainer, nats
+        warmup, steps = trainer.config.codec_warmup_steps, trainer.config.run.steps
+        self._steps = [warmup + after for after in AFTER if warmup + after < steps]
+
+    def due(self, done: int) -> bool:
+        """Return whether to measure the cost after `done` steps; the same on all ranks.
+
+        A check is announced one step ahead: the step before it must not post receives, whose sizes may change.
+        """
+        if done + 1 in self._steps:
+            self._trainer.pipeline.look_ahead(False)
+        return done in self._steps
+
+    def check(self, done: int) -> Check:
+        """Measure the cost, and raise the rates of all ranks if it is too high."""
+        trainer = self._trainer
+        own = judged(done, self._nats, self._differences())
+        # Each pipeline has its own codecs and so its own cost; the worst counts for all.
+        costs = gather_json([own.cost, own.error, own.bits], trainer.side)
+        cost, error, bits = max(costs, key=lambda each: (each[2], each[0]))
+        reached = True
+        if bits:
+            before = trainer.chosen()
+            trainer.pipeline.raise_rates(bits)
+            reached = trainer.chosen() != before
+        trainer.pipeline.look_ahead(True)
+        return Check(step=done, goal=self._nats, cost=cost, error=error, bits=bits, reached=reached)
+
+    def _differences(self) -> list[tuple[float, float]]:
+        """Return each batch's loss increase by codecs, in nats, and its tokens; the same on all ranks of a pipeline."""
+        trainer, data, rows = self._trainer, self._trainer.prepared.data, self._trainer.config.rows
+        windows = data.held_out if len(data.held_out) >= rows else data.train
+        if not (batches := min(BATCHES, len(windows) // rows)):
+            return []
+        with trainer.tied.exact(windows.batch(evaluated(windows, batch=rows, batches=batches))[0]):
+            exact, coded = (
+                trainer.evaluation.sums(windows, batch=rows, batches=batches, codecs=codecs)
+                for codecs in (None, trainer.pipeline.codecs.forward)
+            )
+        pairs = [(float(a[0]), float(b[0]), float(a[1])) for a, b in zip(exact, coded, strict=True)]
+        return [((b - a) / count, count) for a, b, count in pairs if count]

@@ -1,0 +1,435 @@
+"""State the memory of each stage of a run before anything is loaded: what it keeps, and what a micro-batch adds.
+
+Weights are counted on a model without data (the meta device), layer by layer. What a micro-batch holds is counted in
+a forward and backward pass over fake tensors, for each kind of layer once.
+"""
+
+import logging
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowbit.codecs import parse
+from lowbit_run.simulate.step import ACTION, order_of, unsplit
+from lowbit_run.train.config import FULL_PRECISION, TrainConfig
+from lowbit_run.train.cut import Share, attention_of, class_for, parts_of, whole_class
+from lowbit_run.train.layout import PipelineLayout
+from lowbit_run.train.model import StageModule, add_adapters, hugging_face_config, next_token_loss, targets_of
+from lowbit_run.train.weights import checkpoint_layers, share_inputs, weights_of
+from lowbit_run.train.widened import widen_
+
+log = logging.getLogger(__name__)
+
+_LEAST_8BIT, _BLOCK_8BIT = 4096, 256  # torchao keeps smaller states, and those that its blocks do not divide, whole
+_NF4_BLOCK, _SCALES_BLOCK = 64, 256  # weights that share a scale, and scales that share one
+_NF4_TABLES = (64, 64 + 1024 + 4)  # bytes of each matrix: the 16 values; with double quantization 256 more, and a mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes that parts of a model take between steps.
+
+    Attributes:
+        weights: of the model, in the width in which they are kept. adapters: of LoRA, in float32.
+        gradients, optimizer: of what is trained.
+        elements, trained: numbers, not bytes, of the model's own parameters, and of those that are trained.
+    """
+
+    elements: int = 0
+    trained: int = 0
+    weights: int = 0
+    adapters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return self.weights + self.adapters + self.gradients + self.optimizer
+
+    def __add__(self, other: "Held") -> "Held":
+        return Held(**{f.name: add(*(getattr(each, f.name) for each in (self, other))) for f in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBytes:
+    """What each part of a model takes.
+
+    Attributes:
+        layers: of each decoder layer. first, last: of the embedding, and of what follows the layers.
+        tied: of a tied embedding, which the last stage has as well; otherwise zeros.
+        rows: bytes of the rows of a trained tied embedding as the first stage has them, which the last one keeps.
+    """
+
+    layers: tuple[Held, ...]
+    first: Held
+    last: Held
+    tied: Held = Held()
+    rows: int = 0
+
+    def stage(self, layers: Iterable[int], *, first: bool, last: bool) -> Held:
+        """Bytes of a stage with these layers; `first`, `last`: whether it has the embedding, and the output matrix."""
+        total = sum((self.layers[layer] for layer in layers), Held())
+        copied = self.tied if last and not first else Held()
+        return total + (self.first if first else Held()) + (self.last if last else Held()) + copied
+
+    def rank(self, layout: PipelineLayout, rank: int) -> Held:
+        """Bytes of all stages of a rank."""
+        last, stages = layout.stages - 1, layout.stages_of(rank)
+        total = sum((self.stage(layout.layers_of(s), first=s == 0, last=s == last) for s in stages), Held())
+        if layout.rank_of(0) != layout.rank_of(last):  # the first rank's copy of a tied embedding follows the last's
+            if 0 in stages:
+                total = replace(total, optimizer=total.optimizer - self.tied.optimizer)
+            if last in stages:
+                total = replace(total, weights=total.weights + self.rows)
+        return total
+
+
+@lru_cache(maxsize=8)
+def model_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None) -> ModelBytes:
+    """Count what each part of a run's model takes, whatever its family.
+
+    Args:
+        vocab: entries of the embedding, of a model from scratch. autocast: dtype of matrix products, or None.
+    """
+    model = _without_data(config, vocab)
+    count = _Counter(config, model, weights_of(config, autocast))
+    before, layers, _ = parts_of(model.config)
+    prefix = f"{model.base_model_prefix}."
+    each = [Held() for _ in getattr(model.base_model, layers)]
+    first = last = Held()
+    for name, module, parameter in _parameters(model):
+        bytes_of = count(name, module, parameter)
+        path = name.removeprefix(prefix).split(".")
+        if path[0] == layers:
+            each[int(path[1])] += bytes_of
+        elif path[0] in before:
+            first += bytes_of
+        else:
+            last += bytes_of
+    embedding = model.get_input_embeddings()
+    tied, rows = Held(), 0
+    if model.get_output_embeddings().weight is embedding.weight:
+        tied = count("", embedding, embedding.weight)
+        rows = 4 * embedding.weight.numel() if tied.gradients and config.pipeline.tied_rows != FULL_PRECISION else 0
+    return ModelBytes(layers=tuple(each), first=first, last=last, tied=tied, rows=rows)
+
+
+def _without_data(config: TrainConfig, vocab: int) -> Any:
+    exact: Any = hugging_face_config(config.model, vocab=vocab, sequence=config.data.sequence)
+    exact._attn_implementation = attention_of(exact)
+    with torch.device("meta"):
+        return whole_class(exact)(exact)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    seen: set[nn.Parameter] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                yield f"{path}.{name}", module, parameter
+
+
+class _Counter:
+    """Counts bytes of a parameter, and of the adapter of its module, if it has one."""
+
+    def __init__(self, config: TrainConfig, model: Any, weights: str) -> None:
+        self.config, self.dtype = config, 4 if weights == "fp32" else 2
+        self.bits, self.double = _quantized(config, model.config)
+        self.whole = _kept_whole(model) if self.bits else []
+        self.exact = [
+            re.compile(re.escape(part)) for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        ]
+        self.targets = targets_of(config) if config.lora.rank else ()
+
+    def __call__(self, name: str, module: nn.Module, parameter: nn.Parameter) -> Held:
+        weights, elements = self._weights(name, module, parameter), parameter.numel()
+        if not self.config.lora.rank:
+            return replace(self._trained(parameter, weights // elements), weights=weights, elements=elements)
+        path, _, kind = name.rpartition(".")
+        if kind != "weight" or parameter.dim() != 2 or not any(path.endswith(f".{end}") for end in self.targets):
+            return Held(weights=weights, elements=elements)
+        rank = self.config.lora.rank
+        pair = [torch.empty(shape, device="meta") for shape in ((rank, side) for side in parameter.shape)]
+        trained = sum((self._trained(adapter, 4) for adapter in pair), Held())
+        return replace(trained, weights=weights, elements=elements, adapters=sum(adapter.nbytes for adapter in pair))
+
+    def _weights(self, name: str, module: nn.Module, parameter: nn.Parameter) -> int:
+        elements = parameter.numel()
+        if self.bits and _is_matrix(module, parameter) and not _kept(name.rpartition(".")[0], self.whole):
+            if self.bits == 8:
+                outputs = parameter.shape[0 if type(module) is nn.Linear else 1]
+                return elements + 4 * outputs  # a float32 scale for each
+            scales = -(-elements // _NF4_BLOCK)
+            of_scales = scales + 4 * -(-scales // _SCALES_BLOCK) if self.double else 4 * scales
+            return -(-elements // 2) + of_scales + _NF4_TABLES[self.double]
+        return elements * (4 if any(part.search(name) for part in self.exact) else self.dtype)
+
+    def _trained(self, parameter: Tensor, itemsize: int) -> Held:
+        storage, elements = self.config.gradients.storage, parameter.numel()
+        gradient = elements * itemsize if storage == FULL_PRECISION else parse(storage).nbytes(parameter.shape)
+        states = 2 * itemsize * elements
+        if self.config.optimizer.states == "8bit" and elements >= _LEAST_8BIT and elements % _BLOCK_8BIT == 0:
+            states = 2 * (elements + 4 * elements // _BLOCK_8BIT)
+        return Held(trained=elements, gradients=gradient, optimizer=states)
+
+
+def _is_matrix(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether bitsandbytes replaces the module of this parameter: not tensors of experts, nor biases."""
+    from transformers.pytorch_utils import Conv1D
+
+    return parameter.dim() == 2 and (type(module) is nn.Linear or isinstance(module, Conv1D))
+
+
+def _quantized(config: TrainConfig, exact: Any) -> tuple[int, bool]:
+    """Return the bits of linear layers' weights, 0 for full precision, and whether scales are quantized as well."""
+    stored = getattr(exact, "quantization_config", None)
+    if stored:
+        values = stored if isinstance(stored, dict) else stored.to_dict()
+        return (4 if values.get("load_in_4bit") else 8), bool(values.get("bnb_4bit_use_double_quant"))
+    return {"int8": 8, "nf4": 4}.get(config.model.weights or "", 0), config.model.double_quantization
+
+
+def _kept_whole(model: Any) -> list[str]:
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    return [*get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
+
+
+def _kept(name: str, patterns: Sequence[str]) -> bool:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return not should_convert_module(name, list(patterns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Bytes that grow with the windows of a micro-batch: `fixed`, and `window` for each of them."""
+
+    fixed: int = 0
+    window: int = 0
+
+    def of(self, rows: int) -> int:
+        """Bytes with `rows` windows."""
+        return max(0, self.fixed + rows * self.window)
+
+    def __add__(self, other: "Line") -> "Line":
+        return Line(fixed=self.fixed + other.fixed, window=self.window + other.window)
+
+    def __sub__(self, other: "Line") -> "Line":
+        return Line(fixed=self.fixed - other.fixed, window=self.window - other.window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchBytes:
+    """What a micro-batch takes in each part of a model.
+
+    Attributes:
+        layers: held by each decoder layer from forward to backward, with copies of weights that autocast makes.
+        first, middle, last: held by a stage without layers, with its input and output; `whole` by the only one.
+        extra, extra_last: the most beyond that while a micro-batch runs, on the last stage (logits) and on others.
+    """
+
+    layers: tuple[Line, ...]
+    first: Line
+    middle: Line
+    last: Line
+    whole: Line
+    extra: Line
+    extra_last: Line
+
+    def held(self, layers: Iterable[int], *, first: bool, last: bool) -> Line:
+        """What a stage with these layers holds of a micro-batch from its forward to its backward."""
+        ends = {(True, True): self.whole, (True, False): self.first, (False, True): self.last}
+        return sum((self.layers[layer] for layer in layers), ends.get((first, last), self.middle))
+
+    def rank(self, layout: PipelineLayout, rank: int, *, rows: int, held: Mapping[int, int]) -> int:
+        """Bytes of activations and short-lived tensors of a rank, if its stages hold these numbers of micro-batches.
+
+        An evaluation takes less, since it runs as many windows at a time and keeps nothing.
+        """
+        last, stages = layout.stages - 1, layout.stages_of(rank)
+        kept = sum(
+            held[s] * self.held(layout.layers_of(s), first=s == 0, last=s == last).of(rows) for s in stages if held[s]
+        )
+        return kept + (self.extra_last if last in stages else self.extra).of(rows)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made in a `with` block, as long as anything holds them.
+
+    A model's parameters, their gradients and its buffers are not counted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        there = (*model.parameters(), *model.buffers())
+        self._known = {id(t.untyped_storage()) for each in there for t in (each, each.grad) if t is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in self._known:
+                self._known.add(id(storage))
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, id(storage), storage.nbytes())
+        return result
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+@lru_cache(maxsize=8)
+def batch_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None) -> BatchBytes:
+    """Count what a micro-batch takes, by a pass over fake tensors with each kind of layer; arguments as above.
+
+    Saved activations count as PyTorch keeps them, not compressed.
+    """
+    whole = _without_data(config, vocab)
+    layers = list(getattr(whole.base_model, parts_of(whole.config)[1]))
+    kinds = [_kind(whole.config, number, layer) for number, layer in enumerate(layers)]
+    kind_of_first = [number for number, kind in enumerate(kinds) if kind == kinds[0]]
+    measured = {kind: kinds.index(kind) for kind in kinds} | {kinds[0]: kind_of_first[-1]}
+    run = _Sample(config, whole, {0, *measured.values()}, autocast)
+    try:
+        return _measured(run, kinds, measured)
+    except DynamicOutputShapeException:  # such as of experts that PyTorch cannot group
+        kind = whole.config.model_type
+        log.warning("the activations of a %s model cannot be counted in advance: plans leave them out", kind)
+        none = Line()
+        return BatchBytes(
+            layers=(none,) * len(kinds), first=none, middle=none, last=none, whole=none, extra=none, extra_last=none
+        )
+
+
+def _measured(run: "_Sample", kinds: Sequence[Any], measured: Mapping[Any, int]) -> BatchBytes:
+    """Measure each kind of layer, given with the number of one, and both ends."""
+    (ends, extra), each = run(0), {}
+    for kind, number in measured.items():
+        each[kind] = run(0, number)[0] - ends if number else ends
+    first, last, both = (run(0, **where) for where in ({"first": True}, {"last": True}, {"first": True, "last": True}))
+    most = [extra, last[1]]
+    if run.config.checkpoints:  # each layer is computed again, and some kinds take more
+        for place, where in enumerate(({}, {"last": True})):
+            lines = [most[place], *(run(0, number, **where)[1] for number in measured.values() if number)]
+            most[place] = max(lines, key=lambda line: line.of(run.config.rows))
+    base = each[kinds[0]]
+    return BatchBytes(
+        layers=tuple(each[kind] for kind in kinds), first=first[0] - base, middle=ends - base, last=last[0] - base,
+        whole=both[0] - base, extra=most[0], extra_last=most[1],
+    )  # fmt: skip
+
+
+def _kind(config: Any, number: int, layer: nn.Module) -> Any:
+    types = getattr(config, "layer_types", None) or ()
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    return types[number] if number < len(types) else "", shapes
+
+
+class _Sample:
+    """A model with a few layers and without data, to run micro-batches of one and two windows."""
+
+    def __init__(self, config: TrainConfig, whole: Any, layers: set[int], autocast: torch.dtype | None) -> None:
+        self.config, self.autocast = config, autocast
+        with torch.device("meta"):
+            self.model = class_for(whole.config, Share(layers=frozenset(layers), first=True, last=True))(whole.config)
+        # Products of experts have no fake form in float32: those of bfloat16 are counted twice.
+        experts = any(p.dim() > 2 for p in self.model.parameters())
+        wide = weights_of(config, autocast) == "fp32"
+        self.double = 2 if experts and wide else 1
+        self.dtype = torch.bfloat16 if experts or not wide else torch.float32
+        self.model.to(self.dtype)
+        if self.double == 2:
+            self.autocast = None
+        widened = autocast is None and not wide and not experts and config.lora.rank > 0
+        if widened:
+            widen_(self.model)
+        if config.lora.rank:
+            add_adapters(self.model, config)
+            share_inputs(self.model, config, autocast)
+        if config.checkpoints:
+            checkpoint_layers(self.model)
+        self.model.train()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._fake:
+            self.model.to_empty(device="cpu")
+        matrices = [p.numel() for p in self.model.parameters() if p.dim() == 2 and not p.requires_grad]
+        # Products with quantized weights make them whole, one matrix at a time.
+        embedding = self.model.get_input_embeddings().weight.numel()
+        quantized = _quantized(config, whole.config)[0] > 0
+        self.whole = (
+            (4 if widened else 2) * max((count for count in matrices if count != embedding), default=0) * quantized
+        )
+
+    def __call__(self, *layers: int, first: bool = False, last: bool = False) -> tuple[Line, Line]:
+        """Return the bytes held after a forward, and the most beyond them."""
+        one, two = (self._run(layers, first, last, rows) for rows in (1, 2))
+        lines = [
+            Line(fixed=self.double * (2 * a - b), window=self.double * (b - a)) for a, b in zip(one, two, strict=True)
+        ]
+        return lines[0], lines[1] + Line(fixed=self.whole)
+
+    def _run(self, layers: Sequence[int], first: bool, last: bool, rows: int) -> tuple[int, int]:
+        sequence = self.config.data.sequence
+        boundary = torch.bfloat16 if self.double == 2 else torch.float32
+        with self._fake:
+            stage = StageModule(
+                self.model, layers=layers, first=first, last=last, autocast=self.autocast, boundary_dtype=boundary  # pyright: ignore
+            )  # fmt: skip
+            ids = torch.zeros(rows, sequence, dtype=torch.int64)
+            for parameter in stage.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            with _Live(stage) as live:
+                x = ids if first else torch.randn(rows, sequence, stage.width, dtype=boundary, requires_grad=True)
+                output = stage(x)
+                output = next_token_loss(output, ids) if last else output
+                held = live.now
+                output.backward(torch.ones_like(output))
+        return held, live.peak - held
+
+
+def rank_peaks(config: TrainConfig, layout: PipelineLayout, *, vocab: int, autocast: torch.dtype | None) -> list[int]:
+    """Predict the most bytes of each rank of a pipeline: what it keeps, activations and short-lived tensors.
+
+    Compressed activations are not counted, so that the prediction is then too low.
+    """
+    kept = model_bytes(config, vocab=vocab, autocast=autocast)
+    batch = batch_bytes(config, vocab=vocab, autocast=autocast)
+    if config.activations.plan or min(config.activations.bits) < 16:
+        batch = replace(batch, layers=(Line(),) * len(batch.layers))
+    held = held_batches(config, layout)
+    return [
+        kept.rank(layout, rank).total + batch.rank(layout, rank, rows=config.rows, held=held)
+        for rank in range(layout.ranks)
+    ]
+
+
+def held_batches(config: TrainConfig, layout: PipelineLayout) -> dict[int, int]:
+    """Return the most micro-batches that each stage holds at a time."""
+    run = config.pipeline
+    order = order_of(
+        run.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank, microbatches=run.microbatches
+    )
+    order = unsplit(order) if config.checkpoints else order
+    most = dict.fromkeys(range(layout.stages), 0)
+    for actions in order.values():
+        now = dict.fromkeys(most, 0)
+        for action in actions:
+            for stage, kind, _ in ACTION.findall(str(action)):
+                now[int(stage)] += {"F": 1, "I": 0}.get(kind, -1)
+                most[int(stage)] = max(most[int(stage)], now[int(stage)])
+    return most

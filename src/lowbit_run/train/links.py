@@ -1,0 +1,238 @@
+"""The links between the machines of a run: what crosses each in a step, their connections and congestion control.
+
+TCP takes a lost packet for a sign of congestion and slows down: with CUBIC, the default of most systems, a packet lost
+in a thousand costs seven eighths of 100 Mbit/s at a round trip of 40 ms. So all ranks watch how much they send again.
+If a link loses packets, they use BBR, which does not slow down for single losses. If a machine does not permit that,
+they use as many connections for each pair of ranks as make the slowest link faster. Later losses can add connections
+or BBR, but never take connections away, so that nothing goes back and forth.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lowbit.wire.connections import (
+    ADVICE,
+    FASTER,
+    Segments,
+    can_count,
+    congestion_control,
+    connect_more,
+    ends,
+    is_lossy,
+    segments,
+    set_congestion_control,
+)
+from lowbit.wire.messages import gather_json
+from lowbit.wire.pytorch import default_group
+from lowbit_run.train.layout import PipelineLayout
+
+if TYPE_CHECKING:
+    from lowbit_run.train.trainer import Trainer
+
+
+OUTSIDE = -1
+"""Stands for replicas that are runs of their own, in place of a rank or machine."""
+
+_COUNTS = (4, 16)  # tried in this order
+_FASTER = 1.25  # by which the slowest link must gain for more connections
+_EARLY = (3, 10, 30)  # steps after which links are looked at, in addition to every `_EVERY`
+_EVERY = 100
+
+
+def link_name(source: int, target: int) -> str:
+    """Name one direction of a link by the first ranks of its machines."""
+    return f"{source} to {'other replicas' if target == OUTSIDE else target}"
+
+
+class Links:
+    """Counts bytes by link, and waiting by machine. A machine is named by its first rank.
+
+    Args:
+        count: number of pipelines. machines: name of the machine of each rank.
+        elastic: other replicas are runs of their own.
+    """
+
+    def __init__(self, layout: PipelineLayout, count: int, machines: Sequence[str], *, elastic: bool = False) -> None:
+        self._layout, self._pipelines = layout, count
+        self.rates: dict[str, float] = {}  # Mbit/s by name, as last measured
+        self.machine_of = [machines.index(name) for name in machines]
+        self.machines = sorted(set(self.machine_of))
+        self.pairs = sorted({(a, b) for a, b in map(self._ends, self._routes()) if a != b})
+        self.pairs += [(machine, OUTSIDE) for machine in self.machines if elastic]
+
+    @property
+    def count(self) -> int:
+        """Number of values that `values` returns."""
+        return len(self.pairs) + len(self.machines)
+
+    def values(self, rank: int, sent: Mapping[int, float], waited: float) -> list[float]:
+        """Return what this rank adds to the sums: bytes by link, and its share of its machine's mean waiting time."""
+        nbytes = dict.fromkeys(self.pairs, 0.0)
+        for target, size in sent.items():
+            if (pair := self._ends((rank, target))) in nbytes:
+                nbytes[pair] += size
+        own = self.machine_of[rank]
+        share = waited / self.machine_of.count(own)
+        return [*nbytes.values(), *(share if machine == own else 0.0 for machine in self.machines)]
+
+    def named(self, sums: Sequence[float]) -> tuple[dict[str, int], dict[str, float]]:
+        """Name the sums of `values` over all ranks: bytes by link, and seconds of waiting by machine."""
+        links = {link_name(*pair): round(size) for pair, size in zip(self.pairs, sums, strict=False)}
+        waits = sums[len(self.pairs) :]
+        return links, {str(machine): seconds for machine, seconds in zip(self.machines, waits, strict=True)}
+
+    def by_link(self, rates: Mapping[tuple[int, int], float]) -> dict[str, float]:
+        """Return the highest rate of each link, given the rates between pairs of ranks."""
+        fastest: dict[str, float] = {}
+        for pair, rate in rates.items():
+            name = link_name(*self._ends(pair))
+            fastest[name] = max(rate, fastest.get(name, 0.0))
+        return fastest
+
+    def _ends(self, route: tuple[int, int]) -> tuple[int, int]:
+        return self.machine_of[route[0]], OUTSIDE if route[1] == OUTSIDE else self.machine_of[route[1]]
+
+    def _routes(self) -> Iterator[tuple[int, int]]:  # (sender, receiver)
+        ranks = self._layout.ranks
+        for first in range(0, self._pipelines * ranks, ranks):
+            for boundary in range(self._layout.stages - 1):
+                ends = (first + self._layout.rank_of(boundary), first + self._layout.rank_of(boundary + 1))
+                yield from (ends, (ends[1], ends[0]))
+            for rank in range(first, first + ranks):  # announcements, a tied embedding; the sums of a step
+                yield from ((first, rank), (rank, first), (0, rank), (rank, 0))
+        for place in range(ranks):
+            yield from permutations(range(place, self._pipelines * ranks, ranks), 2)
+
+
+class Loss(NamedTuple):
+    """The share of segments that one rank has to send again, their number, and the rank's congestion control."""
+
+    share: float
+    again: int
+    control: str
+    known: bool = True
+
+
+class Connections:
+    """Connections of a run; every rank makes one, when the process groups exist.
+
+    Args:
+        trainer: of this rank.
+        rate: measures Mbit/s of the slowest link between machines; every rank calls it at the same time.
+        say: shows a line to the user.
+
+    Attributes:
+        count: connections for each pair of ranks.
+        control: congestion control of the ranks, such as "cubic", or "bbr, cubic" if they differ.
+    """
+
+    def __init__(self, trainer: "Trainer", rate: Callable[[], float], say: Callable[[str], None]) -> None:
+        self._trainer, self._rate, self._say = trainer, rate, say
+        self._timeout = trainer.config.run.timeout_seconds
+        self._wanted = trainer.config.run.connections
+        self._before = Segments(0, 0)
+        self._fixed = self._wanted != "auto" or not trainer.links.pairs
+        self._next, self._pause = 0, _EVERY  # step from which it acts again, and the pause before that
+        self._said: set[str] = set()
+        self._permitted = False  # BBR, by all machines
+        self.count, self.control = 1, ""
+        if isinstance(self._wanted, int):
+            self._connect(self._wanted)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What ranks.json states."""
+        return {"connections": self.count, "congestion_control": self.control}
+
+    def due(self, done: int) -> bool:
+        """Whether to look at the links after this step; the same on all ranks."""
+        return not self._fixed and (done in _EARLY or done % _EVERY == 0)
+
+    def look(self, done: int = 0) -> bool:
+        """Look at what was lost since the last time, and act on it; every rank calls this. Returns whether it acted.
+
+        It acts again while packets are lost, but pauses for twice as many steps each time that nothing helped.
+
+        Args:
+            done: steps done.
+        """
+        now = segments()
+        loss = Loss(now.since(self._before), now.again - self._before.again, congestion_control(), can_count())
+        self._before = now
+        ranks = [Loss(*each) for each in gather_json(loss, self._trainer.side)]
+        self.control = ", ".join(sorted({each.control for each in ranks if each.control}))
+        if self._fixed:
+            return False
+        if not all(each.known for each in ranks) and "blind" not in self._said:
+            self._said.add("blind")
+            self._say("lost packets cannot be counted (Linux only): if a link loses any, set run.connections")
+        worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
+        if done < self._next or not is_lossy(worst.share, worst.again):
+            return False
+        acted = self._act(f"TCP sends up to {100 * worst.share:.2g} % of packets again", ranks)
+        self._pause = _EVERY if acted else 2 * self._pause
+        self._next = done + self._pause
+        return acted
+
+    def _act(self, found: str, ranks: list[Loss]) -> bool:
+        """Try BBR, then more connections; returns whether one of them is used from now on."""
+        faster = {each.control for each in ranks} == {FASTER}
+        if faster and not self._next:
+            self._say(f"{found}; their congestion control is {FASTER.upper()}, which single losses hardly slow down")
+            return False
+        before, usual = self._rate(), " and ".join(sorted({each.control for each in ranks} - {FASTER, ""})).upper()
+        if not faster and (after := self._try_faster(before)) is not None:
+            self._say(f"{found}: {FASTER.upper()} in place of {usual or 'TCP'}{_gain(before, after)}")
+            return True
+        kept, after = self.count, self._widen(before)
+        blamed = found if faster else f"{found}, and {usual or 'TCP'} slows down for each"
+        advice = "" if faster or self._permitted else f"; faster still: {ADVICE}"
+        if self.count > kept:
+            self._say(f"{blamed}: {self.count} connections for each pair of ranks{_gain(before, after)}{advice}")
+            return True
+        if "nothing" not in self._said:
+            self._said.add("nothing")
+            self._say(f"{blamed}: more connections are no faster than {kept}, {before:.0f} Mbit/s{advice}")
+        return False
+
+    def _try_faster(self, rate: float) -> float | None:
+        """Use BBR where all machines permit it and it is not much slower; returns its rate, None if it is not used."""
+        own = congestion_control()
+        self._permitted = self._use(FASTER)
+        if self._permitted and (after := self._rate()) * _FASTER >= rate:
+            self.control = FASTER
+            return after
+        self._use(own)  # some machines may have it
+        return None
+
+    def _use(self, control: str) -> bool:
+        """Change the congestion control of all connections of the run; returns whether all ranks could."""
+        side = self._trainer.side
+        of_run = [pair for each in gather_json(ends(), side) for pair in each]
+        return all(gather_json(set_congestion_control(control, of_run), side))
+
+    def _widen(self, rate: float) -> float:
+        """Use more connections as long as the slowest link gains; returns its rate."""
+        for count in _COUNTS:
+            if count <= (kept := self.count):
+                continue
+            self._connect(count)
+            if (faster := self._rate()) < _FASTER * rate:
+                self._connect(kept)
+                break
+            rate = faster
+        return rate
+
+    def _connect(self, count: int) -> None:
+        replicas = self._trainer.replicas
+        groups = [replicas.pipeline or default_group(), replicas.side, self._trainer.side, replicas.across]
+        for group in dict.fromkeys(group for group in groups if group is not None):
+            connect_more(group, count, timeout=self._timeout)
+        self.count = count
+        if self.control == FASTER:  # not that of new connections
+            self._use(FASTER)
+
+
+def _gain(before: float, after: float) -> str:
+    return f", {before:.0f} -> {after:.0f} Mbit/s" if before else ""

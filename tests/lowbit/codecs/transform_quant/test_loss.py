@@ -1,0 +1,87 @@
+"""`TransformQuant(bits="auto")`: a rate by the wanted error, or by what the error is expected to cost of the loss."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.codecs import TransformQuant
+from lowbit.codecs.transform_quant.codec import bits_for_loss
+from tests.lowbit.codecs.transform_quant.messages import crossed, decibels, ends, tokens
+
+ROWS, CHANNELS = 256, 64
+
+
+def example() -> tuple[Tensor, Tensor]:
+    """Activations with a few large tokens, and gradients that differ by token."""
+    g = torch.Generator().manual_seed(3)
+    x = tokens((ROWS, CHANNELS), seed=0, directions=8) + 0.01 * torch.randn(ROWS, CHANNELS, generator=g)
+    x[::50] *= 5
+    gradient = torch.randn(ROWS, CHANNELS, generator=g) * torch.rand(ROWS, 1, generator=g) / ROWS
+    return x, gradient
+
+
+@pytest.mark.parametrize("step", ["token", "message"])
+@pytest.mark.parametrize("goal", ["nats=0.2", "nats=0.02", "nats=0.002", "decibels=20", "decibels=30"])
+def test_the_rate_that_is_chosen_errs_and_costs_about_as_much_as_is_wanted(goal: str, step: str) -> None:
+    (x, gradient), (name, _, wanted) = example(), goal.partition("=")
+    if name == "decibels":
+        x[::50] /= 5  # steps are relative to the median token's norm, and decibels to the largest tokens'
+    codec = TransformQuant(bits="auto", step=step, **{name: float(wanted)})
+    assert not codec.settled
+    settled = codec.settle(codec.choose(x, gradient, 0.5))
+    assert (settled.settled, settled.nats) == (True, None)
+    sender, receiver = ends(settled, (ROWS, CHANNELS))
+    for _ in range(12):
+        y = crossed(sender, receiver, x)
+    # Half of (g . e)^2, in the mean over errors alike in all channels; the loss is a mean over the tokens.
+    cost = ROWS / 2 * float(gradient.double().square().sum(1) @ (y - x).double().square().mean(1))
+    if name == "nats":
+        assert 0.4 < cost / (0.5 * float(wanted)) < 1.6
+    else:
+        assert abs(decibels(x, y) - float(wanted)) < 2
+
+
+def test_a_quarter_of_the_cost_takes_a_bit_more_and_gradients_a_bit_less() -> None:
+    x, gradient = example()
+    geo = TransformQuant().geometry(x.shape)
+    bits = [bits_for_loss(x, gradient, nats, geo) or 0.0 for nats in (4e-4, 1e-4)]
+    assert bits[1] - bits[0] == pytest.approx(1, abs=0.1)
+    assert bits_for_loss(x, 2 * gradient, 4e-4, geo) == pytest.approx(bits[1], abs=0.02)
+    codec = TransformQuant(bits="auto", nats=1e-4)
+    rates = [codec.choose(x, gradient, 1.0) / 64]
+    rates.append(codec.for_gradients().choose(x, gradient, 1.0, backward=True) / 64)
+    assert 1.1 < rates[0] - rates[1] < 1.35  # a gradient has neither norms nor weights to send
+    x[3], gradient[3] = 0, 0
+    assert bits_for_loss(x, gradient, 1e-4, geo) == pytest.approx(bits[1], abs=0.1), "a token of zeros does not count"
+
+
+def test_rates_stay_between_the_least_and_the_most() -> None:
+    x, gradient = example()
+    least = TransformQuant(bits="auto", nats=1e9)
+    settled = least.settle(least.choose(x, gradient, 1.0))
+    assert settled.nbytes(x.shape) < 0.6 * x.numel() / 8 * 2
+    crossed(*ends(settled, (ROWS, CHANNELS)), x)
+    assert TransformQuant(bits="auto", nats=1e-30).choose(x, gradient, 1.0) == 16 * 64
+    codec = TransformQuant(bits="auto", nats=0.01)
+    assert (codec.raised(64, 0.5), codec.raised(1000, 2.0)) == (96, 1024)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize(("nats", "which"), [(0.01, "all"), (0.01, "gradient"), (None, "all"), (None, "every second")])
+def test_tokens_that_tell_nothing_choose_the_rate_of_none(
+    nats: float | None, which: str, bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, gradient = example()
+    {"all": x, "gradient": gradient, "every second": x[1::2]}[which].fill_(bad)
+    chosen = TransformQuant(bits="auto", nats=nats).choose(x, gradient, 1.0)
+    assert abs(chosen / 64 - TransformQuant().bits_per_element(x.shape)) < 0.1
+    assert f"it {'' if nats is None else 'or its gradient '}is zeros, or has NaN or Inf" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1, 600), (300, 1), (1, 1), (2, 5, 7)])
+def test_unusual_shapes_get_a_rate(shape: tuple[int, ...]) -> None:
+    x, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    codec = TransformQuant(bits="auto", nats=0.01)
+    crossed(*ends(codec.settle(codec.choose(x, gradient, 1.0)), shape), x)

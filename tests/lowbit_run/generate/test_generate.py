@@ -1,0 +1,230 @@
+"""Answers over several ranks: the tokens of Transformers' `generate` in one process, with the same weights."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from lowbit.collectives import AgreementError, PeerError
+from lowbit_run.config import ConfigError
+from lowbit_run.generate.prepare import prepare
+from lowbit_run.generate.rank import Answering, answer
+from lowbit_run.generate.settings import GenerateSettings
+from lowbit_run.train.answers import Encoded
+from lowbit_run.train.cut import CUT, attention_of
+from lowbit_run.train.device import choose_autocast
+from lowbit_run.train.pretrained import ByteTokenizer
+from lowbit_run.train.weights import quantization
+from tests.lowbit_run.train.runs import LIMIT
+from tests.lowbit_run.train.test_families import _config, _model
+from tests.processes import Ranks
+
+peft = pytest.importorskip("peft")
+QUICK = ("gemma3_text", "gpt2", "longcat_flash", "minimax")
+PROMPTS = [[7, 9, 11, 13, 8, 22, 41], [50, 3, 17, 17, 5, 33, 9], [30, 31, 32, 33]]
+NEW = 8
+
+
+def saved(folder: Path, kind: str, **sizes: int) -> str:
+    """A folder with a tiny random model of this type, and a tokenizer."""
+    config = _config(kind, **sizes)
+    config._attn_implementation = attention_of(config)
+    _model(config).save_pretrained(folder)
+    ByteTokenizer().hugging_face().save_pretrained(folder)
+    return str(folder)
+
+
+def settings(folder: str | Path, **given: Any) -> GenerateSettings:
+    return GenerateSettings(
+        folder=str(folder),
+        **{"weights": "fp32", "format": "fp32", "tokens": NEW, "threads": 1, "device": "cpu"} | given,
+    )
+
+
+def answers(given: GenerateSettings, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """The answers of a rank, in the order of the prompts."""
+    prepared = prepare(given, rank=1, ranks=dist.get_world_size())  # as on a rank without prompts of its own
+    return [ids for _, ids in sorted(Answering(prepared).answers(prompts))]
+
+
+def in_one_process(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+    """What Transformers' own `generate` writes to each prompt alone."""
+    usual = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    texts = [model.eval().generate(torch.tensor([ids]), **usual | options) for ids in prompts]
+    return [text[0, len(ids) :].tolist() for text, ids in zip(texts, prompts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(CUT - {*QUICK}))]
+)
+def test_ranks_answer_what_one_process_does(ranks: Ranks, tmp_path: Path, kind: str):
+    folder = saved(tmp_path, kind)
+    expected = in_one_process(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    layers = (2, 3) if kind == "glm_moe_dsa" else ()  # its fourth layer needs the third
+    assert ranks.run(answers, settings(folder, layers=layers)) == [expected, expected]
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128}
+"""Sizes with which bitsandbytes computes on every CPU."""
+
+
+def adapted(folder: Path, kind: str = "llama") -> str:
+    """A folder with adapters that PEFT saved, whose model is in the folder `base` next to them."""
+    base = saved(folder / "base", kind, **({} if kind == "gpt2" else WIDE))
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        peft.LoraConfig(
+            r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False,
+            fan_in_fan_out=kind == "gpt2",
+        ),
+    )  # fmt: skip
+    model.save_pretrained(str(folder / "adapters"))
+    return str(folder / "adapters")
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("gpt2", "fp32"), ("qwen2", "nf4"), ("gemma2", "int8")])
+def test_adapters_answer_what_peft_does(ranks: Ranks, tmp_path: Path, kind: str, weights: str):
+    options: dict[str, Any] = {}
+    autocast = choose_autocast("auto", torch.device("cpu"))
+    if weights != "fp32":
+        pytest.importorskip("bitsandbytes")
+        options = {
+            "dtype": torch.bfloat16,
+            "quantization_config": quantization(weights, None, autocast or torch.float32, double=True),
+        }
+    folder = adapted(tmp_path, kind)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **{"dtype": torch.float32} | options)
+    if options and autocast is None:  # products in float32
+        base = peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    expected = in_one_process(peft.PeftModel.from_pretrained(base, folder))
+    assert expected != in_one_process(AutoModelForCausalLM.from_pretrained(tmp_path / "base")), "adapters matter"
+    given = settings(folder, weights=weights, double_quantization=weights == "nf4", batch=1)
+    assert ranks.run(answers, given, ranks=3) == [expected] * 3
+
+
+def test_a_folder_in_4_bits_answers_as_it_is(ranks: Ranks, tmp_path: Path):
+    pytest.importorskip("bitsandbytes")
+    nf4 = quantization("nf4", None, torch.bfloat16, double=False)
+    plain, folder = saved(tmp_path / "plain", "qwen3", **WIDE), tmp_path / "quantized"
+    AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16, quantization_config=nf4).save_pretrained(folder)
+    ByteTokenizer().hugging_face().save_pretrained(folder)
+    expected = in_one_process(AutoModelForCausalLM.from_pretrained(folder))
+    assert ranks.run(answers, settings(folder, weights="bf16", batch=1)) == [expected, expected]
+
+
+def scores(given: GenerateSettings, samples: list[Encoded]) -> tuple[float, float]:
+    return Answering(prepare(given, rank=1, ranks=dist.get_world_size())).scores(samples)
+
+
+def test_samples_are_scored_as_one_process_does(ranks: Ranks, tmp_path: Path):
+    folder = saved(tmp_path, "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    right, wrong = (prompt + in_one_process(model, [prompt])[0] for prompt in PROMPTS[:2])
+    wrong[-1] = (wrong[-1] + 1) % 64
+    samples = [Encoded(np.array(ids, np.uint32), np.arange(len(ids)) >= 7) for ids in (right, wrong)]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([right, wrong])).logits[:, 6:-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor([right[7:], wrong[7:]]).flatten())
+    for got in ranks.run(scores, settings(folder, batch=1), samples):
+        assert got == (pytest.approx(float(loss), rel=1e-5), 0.5)
+
+
+def dying(given: GenerateSettings) -> str:
+    """End rank 1 while it computes its third token; return the other's error."""
+    answering, calls = Answering(prepare(given, rank=1, ranks=2)), itertools.count()
+    if dist.get_rank():
+        answering.module.decoder.register_forward_hook(lambda *_: os._exit(3) if next(calls) == 2 else None)
+    try:
+        list(answering.answers(PROMPTS))
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_dies_is_named(ranks: Ranks, tmp_path: Path):
+    outcome = ranks.outcomes(dying, settings(saved(tmp_path, "llama"), batch=1, timeout_seconds=5))[0]
+    assert isinstance(outcome, str), outcome
+    assert "rank 1" in outcome
+
+
+def told(given: GenerateSettings) -> str:
+    try:
+        answer(prepare(given, rank=1, ranks=2))
+    except AgreementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("option", ["weights", "format"])
+def test_ranks_with_other_settings_get_the_same_error(ranks: Ranks, tmp_path: Path, option: str):
+    given = settings(saved(tmp_path, "llama"))
+    texts = ranks.run(_told_apart, given, option)
+    assert texts[0] == texts[1]
+    assert option in texts[0]
+
+
+def _told_apart(given: GenerateSettings, option: str) -> str:
+    return told(replace(given, **{option: "bf16"}) if dist.get_rank() else given)
+
+
+def command(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run `lowbit generate` with exact messages."""
+    exact = ("--weights", "fp32", "--format", "fp32", "--device", "cpu", "--tokens", str(NEW))
+    line = [sys.executable, "-m", "lowbit", "generate", *words, *exact]
+    return subprocess.run(line, input=stdin, text=True, capture_output=True, check=False, timeout=LIMIT)
+
+
+def test_the_command_prints_answers(tmp_path: Path):
+    folder = saved(tmp_path / "model", "llama", vocab_size=256)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = ["three=", "one="]
+    tokenizer = ByteTokenizer().hugging_face()
+    expected = [tokenizer.decode(ids) for ids in in_one_process(model, [list(text.encode()) for text in texts])]
+    done = command(str(tmp_path), stdin=texts[0])  # as the folder of a run, whose model is in `model`
+    assert done.stdout.removesuffix("\n") == expected[0], done.stderr
+    assert "bits per element between ranks" in done.stderr
+    (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n\n")
+    done = command(folder, "--prompts", str(tmp_path / "prompts.txt"), "--layer", "3,1")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines == [{"prompt": text, "answer": answer} for text, answer in zip(texts, expected, strict=True)]
+
+
+def refusal(folder: str, **given: Any) -> str:
+    ranks = given.pop("ranks", 2)
+    with pytest.raises(ConfigError) as caught:
+        prepare(settings(folder, **{"prompt": "a"} | given), rank=0, ranks=ranks)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bad_input_is_one_line_before_anything_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = saved(tmp_path / "model", "llama")
+    adapters, other = adapted(tmp_path), saved(tmp_path / "other", "llama", hidden_size=128)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "half.jsonl").write_text('{"prompt": "a"}\n{"messages": 3, "prompt": ""}\n')
+    assert "folder is 'nowhere'; allowed: a folder that exists" in refusal("nowhere")
+    assert "5 stages" in refusal(folder, ranks=5)
+    assert "layers is [1, 1]" in refusal(folder, layers=(1, 1))
+    assert "base is" in refusal(folder, base=other)
+    assert "do not fit the model" in refusal(adapters, base=other)
+    assert "do not fit the model" in refusal(adapters, base=saved(tmp_path / "gpt2", "gpt2"))
+    assert "prompt is ' '" in refusal(folder, prompt=" ")
+    assert "prompt has 64 tokens; allowed: fewer than the model's positions, 64" in refusal(folder, prompt="a" * 64)
+    assert "holds no prompts" in refusal(folder, prompt="", prompts=str(tmp_path / "empty.txt"))
+    assert "half.jsonl line 2" in refusal(folder, prompt="", prompts=str(tmp_path / "half.jsonl"))
+    assert "format: codec is TransformQuant" in refusal(folder, format="transform")
+    assert "no chat template" in refusal(folder, chat=True)
+    monkeypatch.setattr("lowbit_run.train.weights.find_spec", lambda name: None)
+    assert "bitsandbytes" in refusal(folder, weights="nf4")
+    Path(adapters, "adapter_model.safetensors").write_bytes(b"x")
+    assert "adapter_model.safetensors is cut short or cannot be read" in refusal(adapters)

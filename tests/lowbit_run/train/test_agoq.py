@@ -1,0 +1,147 @@
+"""`run.method = "agoq"`: saved activations, gradients and optimizer of AGoQ in one setting."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.activations import LayerAware, LayerChoice, LayerPlan
+from lowbit.codecs import BlockFloat8
+from lowbit_run.train import ConfigError, StepMetrics, TrainConfig, optim, train
+from lowbit_run.train.activations import planned_settings
+from lowbit_run.train.config import OptimizerConfig
+from lowbit_run.train.prepare import prepare
+from lowbit_run.train.trainer import Trainer
+from tests.lowbit_run.train.runs import ONE, again, curve, losses, stopped, tiny
+from tests.processes import Ranks
+
+LARGE = {"dim": 64, "ffn": 128}  # matrices of 4096 elements and more
+installed = importlib.util.find_spec("torchao") is not None
+needs_torchao = pytest.mark.skipif(not installed, reason="torchao is not installed")
+
+
+@pytest.fixture
+def without_torchao(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """PyTorch's AdamW in the place of torchao's; the list gets one entry for each that is made."""
+    made: list[Any] = []
+
+    def stand_in(parameters: Any, config: OptimizerConfig) -> torch.optim.Optimizer:
+        made.append(config)
+        return optim.make_optimizer(parameters, OptimizerConfig(lr=config.lr))
+
+    monkeypatch.setattr(optim, "eight_bit_adamw", stand_in)
+    monkeypatch.setattr("lowbit_run.train.prepare.check_torchao", lambda: None)
+    return made
+
+
+def agoq(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
+    return tiny(folder, **sections | {"run": {"method": "agoq"} | sections.get("run", {})})
+
+
+def trained(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Trainer, list[float]]:
+    """The trainer after a run, and the run's losses."""
+    trainers: list[Trainer] = []
+    step = Trainer.step
+
+    def noting(self: Trainer, done: int) -> StepMetrics:
+        trainers.append(self)
+        return step(self, done)
+
+    monkeypatch.setattr(Trainer, "step", noting)
+    found = losses(config)
+    return trainers[-1], found
+
+
+def test_one_setting_turns_on_all_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_torchao: list[Any]):
+    config = agoq(tmp_path, pipeline=ONE)
+    trainer, found = trained(config, monkeypatch)
+    assert trainer.prepared.activations == (LayerAware.published(),)
+    assert trainer.prepared.storage == trainer.prepared.all_reduce == BlockFloat8()
+    assert trainer.gradients.storage is not None
+    assert trainer.gradients.storage.codec == BlockFloat8()
+    assert [made.states for made in without_torchao] == ["8bit"]
+    plain = losses(again(config, run={"method": "none"}, **PLAIN))
+    assert found[0] == pytest.approx(plain[0], rel=1e-6), "forward is exact"
+    assert found != plain
+    assert found == pytest.approx(plain, abs=0.1)
+
+
+PLAIN: dict[str, Any] = {
+    "activations": {"bits": 16, "norm": [], "attention": []},
+    "gradients": {"storage": "fp32"},
+    "optimizer": {"states": "fp32"},
+}
+
+
+def test_the_name_means_the_settings_that_it_stands_for(tmp_path: Path):
+    config = agoq(tmp_path)
+    assert again(config) == config, "as launched ranks read it"
+    by_hand = again(config, run={"method": "none"})
+    assert (by_hand.activations, by_hand.gradients, by_hand.optimizer) == (
+        config.activations, config.gradients, config.optimizer,
+    )  # fmt: skip
+    assert agoq(tmp_path, activations={"group": 32, "rounding": "stochastic"}).activations.group == 32
+
+
+def test_a_plan_gives_the_bits_of_each_stage(tmp_path: Path, without_torchao: list[Any]):
+    config = agoq(tmp_path)
+    layout = prepare(config, ranks=2).layout
+    made_for = planned_settings(config, layout, 256)
+    assert (made_for["optimizer"], made_for["gradients.storage"]) == ("adamw-8bit", repr(BlockFloat8()))
+    four, eight = (dict.fromkeys(("norm", "mlp", "linear"), bits) for bits in (4, 8))
+    plan = LayerPlan.by_stage((four, eight), layers=layout.layer_counts)
+    replace(plan, made_for=made_for).write(tmp_path / "plan.json")
+    planned = agoq(tmp_path, activations={"plan": str(tmp_path / "plan.json")})
+    assert (planned.gradients, planned.optimizer) == (config.gradients, config.optimizer)
+    for policy, bits in zip(prepare(planned, ranks=2).activations, (4, 8), strict=True):
+        assert isinstance(policy, LayerAware)
+        assert [policy.bits_of(kind) for kind in ("norm", "mlp", "linear", "attention")] == [bits, bits, bits, 16]
+        assert not policy.outliers, "tokens that stay exact in norms of 8 bits are ours, not the paper's"
+    stages = ((LayerChoice(), LayerChoice(checkpoint=True)),) * 2
+    LayerPlan(stages=stages, made_for=made_for).write(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"a plan by layer, and run\.method is agoq; allowed: a plan by stage"):
+        prepare(planned, ranks=2)
+
+
+def test_without_torchao_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        prepare(agoq(tmp_path), ranks=2)
+    assert raised.value.name == "torchao"
+
+
+@needs_torchao
+def test_the_optimizer_has_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+    from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
+
+    trainer, _ = trained(agoq(tmp_path, pipeline=ONE, model=LARGE), monkeypatch)
+    assert isinstance(trainer.optimizer, AdamW8bit)
+    for parameter in trainer.parameters:
+        moments = (trainer.optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
+        assert {isinstance(m, OptimState8bit) for m in moments} == {parameter.numel() >= 4096}
+    weights = sum(p.nbytes for p in trainer.parameters)
+    assert trainer.memory()["optimizer"] < 0.7 * weights, "8 bytes a weight otherwise"
+
+
+@needs_torchao
+def test_ranks_and_replicas_train_as_one(ranks: Ranks, tmp_path: Path):
+    pipeline = {"ranks": 1, "data_parallel": 2, "microbatches": 2}
+    first, second = ranks.run(losses, agoq(tmp_path, pipeline=pipeline, model=LARGE))
+    assert first == second
+    assert first[2] < first[0]
+
+
+@needs_torchao
+def test_a_broken_run_resumes_bit_for_bit(tmp_path: Path):
+    config = agoq(tmp_path, pipeline=ONE, model=LARGE, run={"steps": 4, "checkpoint_every": 2})
+    whole = again(config, run={"output": str(tmp_path / "whole")})
+    train(whole)
+    resumed = stopped(config, 3)
+    assert train(resumed).steps_here == 2
+    assert curve(resumed) == curve(whole)
+    with pytest.raises(ConfigError, match=r"optimizer\.states was 8bit and is fp32 now"):
+        train(again(resumed, run={"method": "none"}, optimizer={"states": "fp32"}))
