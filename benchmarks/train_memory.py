@@ -25,16 +25,7 @@ Peaks = dict[tuple[int, str, str], float]
 def measure(folder: Path, options: Sequence[str]) -> Peaks:
     """Train with these options, and return the peaks of all ranks, less an idle interpreter's memory."""
     idle = _idle()
-    command = [
-        sys.executable,
-        "-m",
-        "lowbit_run",
-        "train",
-        *options,
-        "--run.output",
-        str(folder),
-        "--run.overwrite=true",
-    ]
+    command = [sys.executable, "-m", "lowbit", "train", *options, "--run.output", str(folder), "--run.overwrite=true"]
     peaks: Peaks = {}
     with subprocess.Popen(command) as run:
         while run.poll() is None:

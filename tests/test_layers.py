@@ -14,6 +14,7 @@ _LIBRARY = _BOUNDARY | {"lowbit.pipeline", "lowbit.gradients", "lowbit.activatio
 _PROGRAM = {"lowbit_run.config", "lowbit_run.job", "lowbit_run.terminal", "lowbit_run.train"}
 MAY_IMPORT: dict[str, set[str]] = {
     "lowbit": set(),
+    "lowbit.__main__": set(),
     "lowbit.escape": set(),
     "lowbit.kernels": set(),
     "lowbit.codecs": {"lowbit.kernels", "lowbit.escape"},

@@ -18,9 +18,11 @@ from lowbit_run.generate.prompts import Prompt, read_prompts, read_scored
 from lowbit_run.generate.settings import GenerateSettings
 from lowbit_run.train.answers import Encoded
 from lowbit_run.train.boundaries import codec_of
-from lowbit_run.train.config import PipelineConfig
+from lowbit_run.train.config import LoraConfig, ModelConfig, PipelineConfig, TrainConfig
 from lowbit_run.train.cut import layer_count, parts_of
-from lowbit_run.train.device import choose_device
+from lowbit_run.train.device import choose_autocast, choose_device
+from lowbit_run.train.fits import check_weights_fit
+from lowbit_run.train.footprint import model_bytes
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import check_starts
 from lowbit_run.train.pretrained import (
@@ -153,10 +155,26 @@ def prepare(settings: GenerateSettings, *, rank: int, ranks: int) -> Prepared:
         prompts = read_prompts(settings, tokenizer.hugging_face(), longest=positions)
     check_weights(base, copy.deepcopy(exact), key)
     adapters = (folder, check_adapters(folder, exact, base)) if adapted else None
+    _check_memory(settings, base, layout, ranks, device, vocab=exact.vocab_size)
     return Prepared(
         settings=settings, base=base, exact=exact, adapters=adapters, layout=layout, codec=codec, device=device,
         tokenizer=tokenizer, positions=positions, prompts=prompts, samples=samples,
     )  # fmt: skip
+
+
+def _check_memory(
+    settings: GenerateSettings, base: str, layout: PipelineLayout, ranks: int, device: torch.device, *, vocab: int
+) -> None:
+    config = TrainConfig(
+        model=ModelConfig(
+            pretrained=base, weights=settings.weights, double_quantization=settings.double_quantization
+        ),
+        lora=LoraConfig(rank=1),  # frozen weights
+    )  # fmt: skip
+    kept = model_bytes(config, vocab=vocab, autocast=choose_autocast("auto", device))
+    advice = "fewer layers here (layers) or more ranks, on other machines"
+    advice = advice if settings.weights == "nf4" else f'weights "nf4", {advice}'
+    check_weights_fit(kept, layout, ranks=ranks, device=device, advice=advice)
 
 
 def _folder(name: str) -> Path:

@@ -27,25 +27,16 @@ def check_memory(
 ) -> None:  # fmt: skip
     """Check the ranks of this machine; its first one logs a warning if they likely need more memory than is free.
 
-    A launcher leaves the cards of its ranks alone, and warnings to them.
+    A launcher leaves warnings to its ranks.
 
     Raises:
         ConfigError: their weights alone exceed the memory of this machine, or of one of its cards.
     """
-    launches = "RANK" not in os.environ and ranks > 1
-    if launches and device.type == "cuda":
-        return
     kept = model_bytes(config, vocab=vocab, autocast=autocast)
+    check_weights_fit(kept, layout, ranks=ranks, device=device, advice=_advice(config, autocast))
+    launches = "RANK" not in os.environ and ranks > 1
     for where, places in _sharing(layout, ranks, device):
-        free, whole = memory_of(where)
-        weights = sum((one := kept.rank(layout, place)).weights + one.adapters for place in places)
-        name = "this machine" if where.type == "cpu" else str(where)
-        who = f"rank {places[0]}" if len(places) == 1 else f"ranks {', '.join(map(str, places))}"
-        if weights > whole:
-            raise ConfigError(
-                f"the weights of {who} take {_gb(weights)} GB, {name} has {_gb(whole)} GB of memory; "
-                f"allowed: {_advice(config, autocast)}"
-            )
+        free, _ = memory_of(where)
         if launches or local_rank() or _surely_fits(config, layout, kept, vocab, places, free):
             continue
         peaks = rank_peaks(config, layout, vocab=vocab, autocast=autocast)
@@ -53,12 +44,43 @@ def check_memory(
         if need > free:
             log.warning(
                 "%s will likely need %s GB, and %s has %s GB of memory free; to need less: %s",
-                who, _gb(need), name, _gb(free), _advice(config, autocast, activations=True),
+                _named(places), _gb(need), _place(where), _gb(free), _advice(config, autocast, activations=True),
             )  # fmt: skip
 
 
+def check_weights_fit(
+    kept: ModelBytes, layout: PipelineLayout, *, ranks: int, device: torch.device, advice: str
+) -> None:
+    """Check that the weights of the ranks of this machine fit into its memory, or into its cards'.
+
+    Raises:
+        ConfigError: they do not; the text ends with `advice`.
+    """
+    for where, places in _sharing(layout, ranks, device):
+        _, whole = memory_of(where)
+        weights = sum((one := kept.rank(layout, place)).weights + one.adapters for place in places)
+        if weights > whole:
+            raise ConfigError(
+                f"the weights of {_named(places)} take {_gb(weights)} GB, {_place(where)} has {_gb(whole)} GB of memory; "
+                f"allowed: {advice}"
+            )
+
+
+def _named(places: list[int]) -> str:
+    return f"rank {places[0]}" if len(places) == 1 else f"ranks {', '.join(map(str, places))}"
+
+
+def _place(where: torch.device) -> str:
+    return "this machine" if where.type == "cpu" else str(where)
+
+
 def _sharing(layout: PipelineLayout, ranks: int, device: torch.device) -> Iterator[tuple[torch.device, list[int]]]:
-    """Yield each memory of this machine with the places in the pipeline of the ranks that share it."""
+    """Yield each memory of this machine with the places in the pipeline of the ranks that share it.
+
+    A launcher leaves the cards of its ranks alone: asking for their memory would make a context on each.
+    """
+    if "RANK" not in os.environ and ranks > 1 and device.type == "cuda":
+        return
     here = local_ranks(ranks)
     start = int(os.environ.get("RANK", "0")) - local_rank()
     cards = torch.cuda.device_count() if device.type == "cuda" else 1

@@ -40,7 +40,7 @@ CHOSEN = "pipeline.chosen"
 """Key of the formats that the run itself chose, in the identity of its checkpoints; a resume does not compare it."""
 
 _ONCE = {"model.weights": "fp32"}
-"""What settings were before checkpoints recorded them."""
+"""What settings were before checkpoints recorded them, where that is not their default of today."""
 
 _FORMATS = ("pipeline.forward", "pipeline.backward", "pipeline.tied_rows", "gradients.storage", "gradients.all_reduce")
 _LONGEST = 500  # characters of a value in a message
@@ -142,11 +142,12 @@ def versions() -> dict[str, str]:
 def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step: int) -> list[Change]:
     """Return the keys whose values differ in meaning, for a run that resumes after `step` steps.
 
-    Keys without effect in one of the runs do not count, nor does a warm-up that is over by then.
+    Keys without effect in one of the runs do not count, nor does a warm-up that is over by then. A key that the
+    checkpoint did not record, since its version had no such option, had its default.
     """
     changes = []
     for key, value in after.items():
-        was = before.get(key, _ONCE.get(key, "not recorded"))
+        was = before[key] if key in before else _unrecorded(key)
         if was is None or value is None:
             continue
         if key == dates.KEY and key not in before and before.get("data.text") == after["data.text"]:
@@ -156,6 +157,13 @@ def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step
         if was != value and not (key in _FORMATS and _same_formats(was, value)):
             changes.append(Change(key, was, value))
     return changes
+
+
+def _unrecorded(key: str) -> Any:
+    section, _, name = key.partition(".")
+    default = getattr(getattr(TrainConfig(), section, None), name, "")
+    # An empty text stands for what a run derives, such as a digest of its data.
+    return _ONCE.get(key, "not recorded" if default == "" else json.loads(json.dumps(default)))
 
 
 def check_allowed(keys: Iterable[str], compared_keys: Iterable[str]) -> None:

@@ -224,6 +224,11 @@ def test_bad_input_is_one_line_before_anything_loads(tmp_path: Path, monkeypatch
     assert "half.jsonl line 2" in refusal(folder, prompt="", prompts=str(tmp_path / "half.jsonl"))
     assert "format: codec is TransformQuant" in refusal(folder, format="transform")
     assert "no chat template" in refusal(folder, chat=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("lowbit_run.train.fits.memory_of", lambda device: (1e4, 1e5))
+        assert "the weights of ranks 0, 1 take 0.0 GB, this machine has 0.0 GB of memory; allowed: weights" in refusal(
+            folder
+        )
     monkeypatch.setattr("lowbit_run.train.weights.find_spec", lambda name: None)
     assert "bitsandbytes" in refusal(folder, weights="nf4")
     Path(adapters, "adapter_model.safetensors").write_bytes(b"x")

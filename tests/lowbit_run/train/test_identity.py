@@ -76,14 +76,25 @@ def test_a_name_means_what_it_did_when_the_checkpoint_was_written(
     assert "bits=2" in str(change.after)
 
 
+def test_an_option_that_a_checkpoint_does_not_know_had_its_default(tmp_path: Path):
+    config = tiny(tmp_path)
+    for key, other in {"optimizer.lr_end": 0.5, "model.dropout": 0.1, "run.precision": "bf16"}.items():
+        section, name = key.split(".")
+        default = getattr(getattr(TrainConfig(), section), name)
+        usual, changed = (identity(again(config, **{section: {name: value}})) for value in (default, other))
+        before = {name: value for name, value in usual.items() if name != key}
+        assert changes_between(before, usual, step=2) == []
+        assert changes_between(before, changed, step=2) == [Change(key, default, other)]
+
+
 def test_what_is_gone_not_recorded_or_foreign_is_a_change(tmp_path: Path):
     config = tiny(tmp_path)
     now = identity(config)
     gone = Change("pipeline.forward", ["Quant9(bits=9)"], now["pipeline.forward"])
     assert changes_between(now | {gone.key: gone.before}, now, step=2) == [gone]
     assert str(gone) == ("pipeline.forward was ['Quant9(bits=9)'] and is ['Cast(dtype=torch.float32)'] now")
-    before = {key: value for key, value in now.items() if key != "optimizer.lr"}
-    assert changes_between(before, now, step=2) == [Change("optimizer.lr", "not recorded", 0.003)]
+    before = {key: value for key, value in now.items() if key != "data.text"}
+    assert changes_between(before, now, step=2) == [Change("data.text", "not recorded", now["data.text"])]
     two = identity(again(config, pipeline={"data_parallel": 2}, gradients={"all_reduce": "fp32"}))
     averages = (now["gradients.all_reduce"], two["gradients.all_reduce"])
     assert averages == (None, "Cast(dtype=torch.float32)"), "they count where there are several pipelines"
