@@ -9,13 +9,14 @@ import re
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-_BOUNDARY = {"lowbit.collectives", "lowbit.wire", "lowbit.codecs", "lowbit.escape"}
+_BOUNDARY = {"lowbit.collectives", "lowbit.wire", "lowbit.codecs", "lowbit.escape", "lowbit.files"}
 _LIBRARY = _BOUNDARY | {"lowbit.pipeline", "lowbit.gradients", "lowbit.activations"}
 _PROGRAM = {"lowbit_run.config", "lowbit_run.job", "lowbit_run.terminal", "lowbit_run.train"}
 MAY_IMPORT: dict[str, set[str]] = {
     "lowbit": set(),
     "lowbit.__main__": set(),
     "lowbit.escape": set(),
+    "lowbit.files": set(),
     "lowbit.kernels": set(),
     "lowbit.codecs": {"lowbit.kernels", "lowbit.escape"},
     "lowbit.wire": {"lowbit.escape"},
@@ -23,13 +24,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lowbit.pipeline": _BOUNDARY,
     "lowbit.gradients": _BOUNDARY,
     "lowbit.tensor_parallel": _BOUNDARY,
-    "lowbit.activations": {"lowbit.codecs", "lowbit.kernels", "lowbit.escape"},
+    "lowbit.activations": {"lowbit.codecs", "lowbit.kernels", "lowbit.escape", "lowbit.files"},
     "lowbit.integrations": _LIBRARY | {"lowbit.tensor_parallel"},
     "lowbit_run": set(),
     "lowbit_run.cores": set(),
     "lowbit_run.terminal": {"lowbit.escape"},
-    "lowbit_run.config": {"lowbit.escape", "lowbit_run.terminal"},
-    "lowbit_run.report": {"lowbit.escape", "lowbit_run.config", "lowbit_run.cores", "lowbit_run.terminal"},
+    "lowbit_run.config": {"lowbit.escape", "lowbit.files", "lowbit_run.terminal"},
+    "lowbit_run.report": {
+        "lowbit.escape",
+        "lowbit.files",
+        "lowbit_run.config",
+        "lowbit_run.cores",
+        "lowbit_run.terminal",
+    },
     "lowbit_run.job": {"lowbit.escape", "lowbit.wire", "lowbit_run.config", "lowbit_run.terminal"},
     "lowbit_run.simulate": {"lowbit.codecs", "lowbit.escape", "lowbit.kernels"},
     "lowbit_run.train": _LIBRARY

@@ -4,7 +4,6 @@ A plan by stage is one whose stages each treat all of their modules alike.
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lowbit import files
 from lowbit.activations.checkpoint import checkpoint_
 from lowbit.activations.policy import WHOLE, LayerAware
 from lowbit.activations.saved import Compressed, check_new, compress
@@ -222,14 +222,8 @@ class LayerPlan:
         Raises:
             OSError: the file cannot be written.
         """
-        path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        try:
-            part.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", "utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        files.write(Path(path), json.dumps(values, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> "LayerPlan":
@@ -301,18 +295,13 @@ def _choices(values: Any) -> tuple[LayerChoice, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and not path.is_file():  # reading a pipe could block forever
-            raise ValueError(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"{path} has more than {_MOST_BYTES} bytes")
+        data = files.read_bounded(path, _MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({type(error).__name__})") from None
+        values = files.parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return values

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import operator
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit import files
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
@@ -248,12 +248,7 @@ class Calibration:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = {name: t.contiguous() for name, t in join(self.averages).items()}
         data = save(whole, {**metadata, _DIGEST: digest_of(whole, metadata)})
-        part = path.with_name(f".{os.getpid()}-{path.name}")
-        try:
-            part.write_bytes(data)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        files.write(path, data)
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":

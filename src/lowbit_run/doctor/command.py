@@ -10,7 +10,7 @@ from typing import Any
 
 from lowbit.wire.checksum import SECRET
 from lowbit.wire.connections import ADVICE, FASTER
-from lowbit_run.config.atomic import check_written, write_unless_changed
+from lowbit_run.config.edited import check_written, write_unless_changed
 from lowbit_run.config.section import in_toml
 from lowbit_run.doctor.facts import Described, Facts
 from lowbit_run.doctor.settings import DoctorSettings, check_place

@@ -13,7 +13,7 @@ from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.escape import shown
 from lowbit_run.config import ConfigError, NonNegative, Positive, section, to_toml
-from lowbit_run.config.atomic import check_written, write_unless_changed
+from lowbit_run.config.edited import check_written, write_unless_changed
 from lowbit_run.plan.cluster import Cluster
 from lowbit_run.plan.predict import PipelineChoice, Prediction, Predictor, search
 from lowbit_run.plan.sizes import measure_sizes

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowbit_run.config.atomic import write
+from lowbit.files import write
 from lowbit_run.cores import usable_cores
 from lowbit_run.terminal import console, filtered_again
 

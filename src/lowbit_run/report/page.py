@@ -17,7 +17,7 @@ from typing import Any
 
 from lowbit import escape
 from lowbit.escape import printable
-from lowbit_run.config.atomic import write
+from lowbit.files import write
 from lowbit_run.report.command import plain
 
 Figure = dict[str, Any]

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from lowbit import escape
 from lowbit.escape import one_line, printable, shown
+from lowbit.files import replacing
 from lowbit.wire.errors import first_line
-from lowbit_run.config import ConfigError, atomic
+from lowbit_run.config import ConfigError
 from lowbit_run.train import dates
 from lowbit_run.train.answers import Answers, encode, fit, fit_held_out, read_samples
 from lowbit_run.train.config import DataConfig
@@ -224,7 +225,7 @@ def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None
     tokens = encode_documents(texts, tokenizer)
     RunFolder(path.parent.parent).note(f"{path.parent.name}/{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.replacing(path) as part:  # as other ranks may read
+    with replacing(path) as part:  # as other ranks may read
         np.save(part, tokens)
     return tokens
 

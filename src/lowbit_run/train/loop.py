@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowbit import escape
+from lowbit import escape, files
 from lowbit.wire.messages import Messages, gather_json, neighbours, round_trip, send_rate, take_rate
 from lowbit.wire.pytorch import check_torch
 from lowbit.wire.traffic import sent_so_far
-from lowbit_run.config import atomic
 from lowbit_run.job.launch import PULSE
 from lowbit_run.job.process_group import joined, world
 from lowbit_run.job.stop import StoppedError, StopRequest, end_rank, stop_requests
@@ -278,7 +277,7 @@ class Run:
             self.folder.note(*FILES)
             data = replace(self.config.data, date=self.trainer.prepared.data.date or self.config.data.date)
             written = replace(self.config, pipeline=in_full(self.config.pipeline), data=data).to_json()
-            atomic.write(self.output / "config.json", written + "\n")
+            files.write(self.output / "config.json", written + "\n")
             self._write_about()
         return done
 
@@ -315,13 +314,13 @@ class Run:
                             *(sent for _, sent in gathered)],
                 )
             )  # fmt: skip
-            atomic.write(self.output / "summary.json", json.dumps(summary, indent=2) + "\n")
+            files.write(self.output / "summary.json", json.dumps(summary, indent=2) + "\n")
             self.about["memory"] = [memory for memory, _ in gathered]
             self._write_about()
         return from_json(gather_json(summary, trainer.side)[0])
 
     def _write_about(self) -> None:
-        atomic.write(self.output / "ranks.json", json.dumps(self.about, indent=1) + "\n")
+        files.write(self.output / "ranks.json", json.dumps(self.about, indent=1) + "\n")
 
     def _save_model(self) -> None:
         """Write the trained model, or its adapters, and on request the model with these merged in."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from lowbit import escape
-from lowbit_run.config import atomic
+from lowbit import escape, files
 from lowbit_run.train.config import TrainConfig
 from lowbit_run.train.layout import PipelineLayout
 
@@ -157,7 +156,7 @@ class Recorder:
         path, self._evaluations = folder / "metrics.jsonl", folder / EVALUATIONS
         before, kept = ([line for line in read_metrics(p) if line["step"] <= start] for p in (path, self._evaluations))
         for file, lines in ((path, before), (self._evaluations, kept)):
-            atomic.write(file, "".join(json.dumps(line) + "\n" for line in lines))
+            files.write(file, "".join(json.dumps(line) + "\n" for line in lines))
         self.history = list(filter(None, map(_restored, before)))
         if (missing := start - len(self.history)) > 0:
             log.warning(

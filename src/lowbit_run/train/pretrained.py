@@ -5,7 +5,6 @@ headers of their files. Code in a folder is never run, whatever its files ask fo
 """
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from lowbit import escape
+from lowbit.files import MOST_BYTES, parse_json, read_bounded
 from lowbit_run.config import ConfigError
 from lowbit_run.train.cut import CUT, NOT_CUT, check_decoder, layer_count
 
@@ -33,7 +33,6 @@ SIZES = {
 }  # fmt: skip
 """Largest allowed sizes by their names in `config.json`: a larger one is a mistake or an attack."""
 
-_MOST_BYTES = 64 << 20  # of a JSON file
 _LONGEST = 400  # characters of an error's reason
 _INDEX = ".index.json"
 _FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which Transformers looks for them
@@ -131,20 +130,10 @@ def read_json(path: Path) -> Any:
     Raises:
         OSError: it cannot be read. ValueError: it is too large or invalid.
     """
-    with path.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+    data = read_bounded(path)
     if data.startswith(_LFS):
         raise ValueError("it is a pointer of Git LFS; `git lfs pull` brings the file")
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"it holds {constant}")
-
-    try:
-        return json.loads(data.decode("utf-8"), parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    return parse_json(data)
 
 
 def transformers_config(folder: str, key: str) -> "PreTrainedConfig":
@@ -387,8 +376,8 @@ def copy_files(folder: str, target: Path, names: re.Pattern[str]) -> None:
             real = path.resolve(strict=True)
             if not real.is_file() or not any(real.is_relative_to(root) for root in roots):
                 raise OSError(None, "it is a link out of the folder, or not a file")
-            if real.stat().st_size > _MOST_BYTES:
-                raise OSError(None, f"it has more than {_MOST_BYTES >> 20} MiB")
+            if real.stat().st_size > MOST_BYTES:
+                raise OSError(None, f"it has more than {MOST_BYTES >> 20} MiB")
             shutil.copyfile(real, target / path.name)
         except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
             log.warning("%s is not saved with the model: %s", path, getattr(error, "strerror", None) or error)

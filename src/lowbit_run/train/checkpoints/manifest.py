@@ -17,6 +17,7 @@ from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from lowbit.escape import printable
+from lowbit.files import read_bounded
 
 FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
@@ -26,7 +27,6 @@ NO_CHECKPOINT = (
     "run.resume is true; {} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin without one"
 )
 
-_MOST_BYTES = 64 << 20  # of a manifest
 _STEP, _RANK, _STAGED = (re.compile(text) for text in (r"step-(\d{8,})", r"rank-(\d+)", r"\.rank-(\d+)"))
 
 _Count = Annotated[int, Field(ge=1, le=1 << 16)]  # ranks, stages or layers of a stage
@@ -152,13 +152,11 @@ def unseal(data: bytes) -> dict[str, Any]:
 def read_manifest(share: Path) -> Manifest:
     """Read the manifest of a share, not its tensors. Raises DamagedShareError: it is missing, or was changed."""
     try:
-        check_regular(share / MANIFEST)
-        with (share / MANIFEST).open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+        data = read_bounded(share / MANIFEST)
     except OSError as error:
         raise DamagedShareError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
-    if len(data) > _MOST_BYTES:
-        raise DamagedShareError(f"has a {MANIFEST} of more than {_MOST_BYTES} bytes")
+    except ValueError as error:
+        raise DamagedShareError(f"has a {MANIFEST} that cannot be read: {error}") from error
     manifest = Manifest.from_values(unseal(data))
     place = share.name.removeprefix("."), share.parent.name  # a dot marks a share that waits for those of other ranks
     if (f"rank-{manifest.rank}", step_name(manifest.step)) != place:

@@ -1,36 +1,10 @@
-"""Write files whole or not at all."""
+"""Write files that users may edit, without replacing what they have edited."""
 
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from lowbit import files
 from lowbit_run.config.section import ConfigError
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Write a file whole: a reader sees the old content or the new one, and a failure leaves the old one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with replacing(path) as part:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file in the same folder, which replaces `path` when the block has ended.
-
-    The name ends like that of `path`, since some libraries choose the format by it.
-    """
-    part = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def check_written(path: str, program: str, *, overwrite: bool) -> None:
@@ -57,7 +31,7 @@ def write_unless_changed(path: str, program: str, text: str, *, overwrite: bool)
         ConfigError: from `check_written`. OSError: it cannot be written.
     """
     check_written(path, program, overwrite=overwrite)
-    write(Path(path), f"{_first_line(program, text.encode())}\n{text}")
+    files.write(Path(path), f"{_first_line(program, text.encode())}\n{text}")
 
 
 def _first_line(program: str, rest: bytes) -> str:
