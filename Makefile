@@ -8,6 +8,7 @@ ARGS   ?=
 WORKERS ?= 3
 MINUTES ?= 10
 SEED   ?= $(shell date +%s)
+GPU_PYTHON ?= 3.12
 # What a processor without AVX-512 and bfloat16 has, and what every x86-64 has. PyTorch and numba choose kernels by it.
 # Compiled graphs are for one kind of processor, which PyTorch's cache of them does not tell apart.
 AVX2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2
@@ -26,7 +27,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 GPU_TESTS := $(addprefix tests/,lowbit/codecs/test_gpu.py lowbit/pipeline/test_staged.py lowbit_run/train/test_device.py lowbit_lab/bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lab test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report docs docs-serve docs-browser reports-browser real-models reference package lint format clean
+.PHONY: help demo test test-lab test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report gpu-wheels docs docs-serve docs-browser reports-browser real-models reference package lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -60,8 +61,11 @@ torture: $(VENV)/.installed-dev ## Hurt real runs at random moments (ARGS="--tri
 gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; skips without one
 	@PYTHONPATH=src $(PYTHON) -m pytest $(GPU_TESTS) $(ARGS)
 
-gpu-report: ## Test and measure on this machine's GPU and write docs/results/gpu.md, with the PyTorch that PYTHON has
-	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_report $(GPU_TESTS)
+gpu-report: ## Test and measure on this machine's GPU and write docs/results/gpu.md, with the packages that PYTHON has, in 8 minutes
+	@PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu_report $(ARGS)
+
+gpu-wheels: $(VENV)/.installed-dev ## Fetch wheels that a GPU machine without a network may lack into runs/gpu-report/wheels (GPU_PYTHON=3.12)
+	@$(BIN)/python -m pip download --quiet --dest runs/gpu-report/wheels --only-binary :all: --python-version $(GPU_PYTHON) -c constraints.txt pydantic rich plotly jinja2
 
 fuzz: $(VENV)/.installed-dev ## Attack the decoders with hostile bytes for longer than the tests do (MINUTES=10, SEED=...)
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --jobs 2

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.marks import replaced
 from lowbit_run.plan.cluster import Cluster, ClusterLink, Machine
 from lowbit_run.plan.predict import MemoryShort, Predictor, search
 from lowbit_run.plan.sizes import ModelSizes, measure_sizes
@@ -20,7 +21,6 @@ from lowbit_run.train.config import DataConfig, LoraConfig, ModelConfig, Pipelin
 
 START = Path(__file__).parents[1] / "docs/start"
 PAGE, RECORDED = START / "which-model.md", START / "data/which-model.json"
-BEGIN, END = "<!-- {} -->", "<!-- end -->"
 SEQUENCE, BATCH, STEPS, LORA_RANK = 1024, 16, 600, 16  # 10 million tokens
 TFLOPS, CODING_GB_S, OPTIMIZER_NS = 15.0, 10.0, 0.1
 RESERVED_GB = 1.5  # of a GPU: CUDA's context, buffers of messages and short-lived tensors, which no plan counts
@@ -155,15 +155,6 @@ def with_tables(page: str, rows: Sequence[Row]) -> str:
     for name, table in tables(rows).items():
         page = replaced(page, name, table)
     return page
-
-
-def replaced(page: str, name: str, text: str) -> str:
-    """Return a page with this text between the mark of this name and the next end."""
-    before, mark, rest = page.partition(BEGIN.format(name))
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the page has no {BEGIN.format(name)} with its {END}; allowed: one for each table")
-    return f"{before}{mark}\n\n{text}\n\n{end}{after}"
 
 
 def recorded() -> list[Row]:

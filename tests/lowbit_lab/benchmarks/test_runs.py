@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import gpu_report, real
+from benchmarks.marks import replaced
 from benchmarks.race import COMMAND, RaceBenchmark, Racer, rows_of
 from benchmarks.real import RealBenchmark
-from benchmarks.which_model import replaced
 from lowbit_lab.bench.runs import seconds_until
 from lowbit_lab.network import Link
 from lowbit_run.config import ConfigError
@@ -111,28 +110,37 @@ def test_what_cannot_be_measured_is_an_error(model: Path, wrong: dict[str, Any],
         run(real.COMMAND, RealBenchmark(**{"models": (str(model),), "boundaries": ("int4",), "tokens": 32, **wrong}))
 
 
-TESTS = "import pytest\n\ndef test_a(): pass\n\ndef test_b(): assert False\n\ndef test_c(): pytest.skip()\n"
+def test_a_report_of_a_gpu_keeps_what_was_measured_when_a_part_fails_or_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_report, "FOLDER", tmp_path / "out")
+    page = tmp_path / "gpu.md"
+    page.write_text(gpu_report.PAGE.read_text("utf-8"), "utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_report, "SECONDS", 0.1)  # no part can begin in that time
+        gpu_report.main("cpu", ["memory"], page)
+    assert "**Not whole**: it was ended after" in page.read_text("utf-8")
+    rows, why = gpu_report.run_part("nothing", "cpu")
+    assert rows == []
+    assert why.startswith("it failed: ")
+    text = gpu_report.section("bytes", [{"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "failed"}], "")
+    assert "2 tests: 1 failed, 1 passed.\n\n- b: failed" in text
+    text = gpu_report.section("speed", [{"format": "int4", "bits": 4.25}], "it failed: x")
+    assert "| format | bits |\n| --- | --- |\n| int4 | 4.25 |\n\n**Not whole**: it failed: x." in text
 
 
-def test_a_section_of_a_gpus_report_has_tests_tables_and_failures(tmp_path: Path):
-    (tmp_path / "test_three.py").write_text(TESTS)
-    steps = {
-        "Codecs": "bench codecs --codec int4,fp8 --data gaussian --dtype float32 --shape 1,8,64 --rounds 1 --thread 1 "
-        "--no-reference",
-        "Nothing": "bench codecs --codec nonsense",
-    }
-    text = gpu_report.section(steps, [f"{tmp_path}/test_three.py", "-p", "no:cacheprovider"], tmp_path / "out")
-    assert "1 tests passed, 1 failed, 1 were skipped." in text
-    assert "| int4 | " in text
-    assert "### Nothing\n\n**Failed**: error: " in text
-    assert "nonsense" in text
-    page = replaced("before\n<!-- measured -->\nold\n<!-- end -->\nafter\n", "measured", text)
-    assert page.startswith("before\n<!-- measured -->\n\n")
-    assert page.endswith("<!-- end -->\nafter\n")
-    assert "old" not in page
-    replaced(gpu_report.PAGE.read_text("utf-8"), "measured", "")  # has its marks
-    for words in gpu_report.BENCHMARKS.values():
-        assert gpu_report.command_of(words).name == f"bench {words.split()[1]}"
-    if not torch.cuda.is_available():  # else it would be measured
-        with pytest.raises(ConfigError, match="PyTorch can use no GPU on this machine; allowed"):
-            gpu_report.main([])
+@pytest.mark.slow
+def test_a_report_of_a_gpu_can_be_tried_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_report, "FOLDER", tmp_path)
+    for part, column in {"speed": "encode_of_copy", "memory": "peak_mb", "training": "bits"}.items():
+        rows, why = gpu_report.run_part(part, "cpu")
+        assert not why, part
+        assert all(column in row for row in rows), part
+        assert len(rows) >= 3, part
+
+
+def test_text_is_put_between_marks():
+    page = replaced("before\n<!-- measured -->\nold\n<!-- end -->\nafter\n", "measured", "new")
+    assert page == "before\n<!-- measured -->\n\nnew\n\n<!-- end -->\nafter\n"
+    with pytest.raises(ValueError, match="the page has no <!-- other -->"):
+        replaced(page, "other", "new")
