@@ -63,7 +63,7 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     pairs = zip(codecs.forward, codecs.backward, strict=True)
     lines = (f"forward {_described(first, shape)}\nbackward {_described(second, shape)}" for first, second in pairs)
     yield from _grouped(name, lines)
-    if config.pipeline.boundary == "lowbit" and layout.stages > 1:
+    if layout.stages > 1:
         first = min(config.codec_warmup_steps, config.run.steps)
         yield "warm-up", f"{first} of {config.run.steps} steps at full precision"
         if (nats := wanted_nats(prepared.codecs.forward)) is not None:

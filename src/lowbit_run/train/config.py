@@ -20,7 +20,6 @@ Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 Weights = Literal["fp32", "bf16", "int8", "nf4"]
-Boundary = Literal["lowbit", "stock-fp32", "stock-bf16"]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -199,8 +198,6 @@ class PipelineConfig:
     `model.pretrained`. A format with an open parameter, such as "TransformQuant(bits='auto')", needs 1 or more."""
     tied_rows: str = "bf16"
     """Format of a tied embedding's rows: weights one way, gradients back. "fp32" is exact, like the warm-up."""
-    boundary: Boundary = "lowbit"
-    """lowbit uses the formats above. stock-fp32 and stock-bf16 use PyTorch's own stage, for comparison."""
 
     def __post_init__(self) -> None:
         alone = self.forward == (AUTO,) and self.backward in ((), (AUTO,))
@@ -212,8 +209,8 @@ class PipelineConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the run chooses the formats, which PyTorch's own stage does not have."""
-        return self.forward == (AUTO,) and self.boundary == "lowbit"
+        """Whether the run chooses the formats."""
+        return self.forward == (AUTO,)
 
 
 @section("activations")

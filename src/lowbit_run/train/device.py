@@ -59,29 +59,23 @@ def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str
     """Choose the backend of messages between the ranks' devices, "gloo" or "nccl"; between CPUs always Gloo.
 
     Raises:
-        ConfigError: the device, the number of devices or the kind of boundary rules out the configured backend.
+        ConfigError: the device or the number of devices rules out the configured backend.
     """
-    name, boundary = config.run.backend, config.pipeline.boundary
+    name = config.run.backend
     if device.type == "cpu":
         if name == "nccl":
             raise ConfigError("run.backend is nccl; allowed on the CPU: auto or gloo")
         return "gloo"
     devices, local = torch.cuda.device_count(), local_ranks(ranks)
-    pytorch_stage = boundary != "lowbit" and ranks > 1
     problem = ""
     if not dist.is_nccl_available():
         problem = "this PyTorch has no NCCL"
     elif devices < local:
         problem = f"NCCL needs a device for each rank, and {local} ranks share {devices}"
     if name == "auto":
-        name = "nccl" if not problem and (pytorch_stage or ranks == local) else "gloo"
+        name = "nccl" if not problem and ranks == local else "gloo"
     if name == "nccl" and problem:
         raise ConfigError(f"run.backend is nccl; {problem}; allowed: auto or gloo")
-    if name == "gloo" and pytorch_stage:
-        raise ConfigError(
-            f"pipeline.boundary is {boundary!r}; PyTorch's own stage cannot use Gloo from a GPU; "
-            "allowed: lowbit, or run.device=cpu, or NCCL" + (f" ({problem})" if problem else "")
-        )
     return name
 
 

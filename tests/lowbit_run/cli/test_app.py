@@ -21,7 +21,7 @@ SUMMARY = Summary(
     steps=7, steps_here=7, loss=1.3, held_out_loss=1.25, held_out_loss_codecs=1.26, tokens_per_second=900.0,
     seconds_per_step=1.0, bits_forward=4.4, bits_backward=6.5, bits_gradients=None, bytes_per_step=10.0,
     compute_seconds=0.1, codec_seconds=0.1, wait_seconds=0.1, bytes_activations=None, bytes_sent=70, bytes_saved=400,
-    seconds=7.0, boundary="lowbit", forward=("tah-quant",), backward=("int6",), ranks=2, stages=2, schedule="1F1B",
+    seconds=7.0, forward=("tah-quant",), backward=("int6",), ranks=2, stages=2, schedule="1F1B",
     model=None,
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit_run.config import ConfigError
-from lowbit_run.train.config import PipelineConfig, RunConfig, TrainConfig
+from lowbit_run.train.config import RunConfig, TrainConfig
 from lowbit_run.train.device import choose_backend, choose_device
 from tests.lowbit_run.train.runs import again, losses, tiny
 from tests.processes import Ranks
@@ -56,38 +56,35 @@ def test_devices_that_are_not_used_are_told_of(machine, caplog: pytest.LogCaptur
     assert "1 CUDA devices for 2 ranks: computing on the CPU" in caplog.text
 
 
-def backend(device: torch.device, name: str, boundary: str) -> str:
-    config = TrainConfig(run=RunConfig(backend=name), pipeline=PipelineConfig(boundary=boundary))  # pyright: ignore
+def backend(device: torch.device, name: str) -> str:
+    config = TrainConfig(run=RunConfig(backend=name))  # pyright: ignore
     return choose_backend(config, device, ranks=4)
 
 
 @pytest.mark.parametrize(
-    ("name", "boundary", "here", "devices", "nccl", "expected"),
+    ("name", "here", "devices", "nccl", "expected"),
     [
-        ("auto", "lowbit", 4, 4, True, "nccl"),  # one machine
-        ("auto", "lowbit", 2, 2, True, "gloo"),  # several
-        ("auto", "lowbit", 4, 1, True, "gloo"),  # shared
-        ("auto", "lowbit", 4, 4, False, "gloo"),
-        ("auto", "stock-fp32", 2, 2, True, "nccl"),
-        ("nccl", "lowbit", 2, 2, True, "nccl"),
-        ("gloo", "lowbit", 4, 4, True, "gloo"),
+        ("auto", 4, 4, True, "nccl"),  # one machine
+        ("auto", 2, 2, True, "gloo"),  # several
+        ("auto", 4, 1, True, "gloo"),  # shared
+        ("auto", 4, 4, False, "gloo"),
+        ("nccl", 2, 2, True, "nccl"),
+        ("gloo", 4, 4, True, "gloo"),
     ],
 )
-def test_slow_networks_get_gloo(machine, name, boundary, here, devices, nccl, expected):
+def test_slow_networks_get_gloo(machine, name, here, devices, nccl, expected):
     machine(devices=devices, here=here, nccl=nccl)
-    assert backend(CUDA, name, boundary) == expected
+    assert backend(CUDA, name) == expected
 
 
 def test_impossible_backends_are_errors(machine):
-    for name, boundary, devices, nccl, message in [
-        ("nccl", "lowbit", 4, False, "run.backend is nccl; this PyTorch has no NCCL"),
-        ("nccl", "lowbit", 1, True, "a device for each rank, and 4 ranks share 1; allowed"),
-        ("gloo", "stock-fp32", 4, True, "'stock-fp32'; PyTorch's own stage cannot use Gloo"),
-        ("auto", "stock-bf16", 1, True, r"or NCCL \(NCCL needs a device for each rank"),
+    for name, devices, nccl, message in [
+        ("nccl", 4, False, "run.backend is nccl; this PyTorch has no NCCL"),
+        ("nccl", 1, True, "a device for each rank, and 4 ranks share 1; allowed"),
     ]:
         machine(devices=devices, here=4, nccl=nccl)
         with pytest.raises(ConfigError, match=message):
-            backend(CUDA, name, boundary)
+            backend(CUDA, name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
