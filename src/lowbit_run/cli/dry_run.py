@@ -44,7 +44,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     config, layout = prepared.config, prepared.layout
     pipelines = config.pipeline.data_parallel
     each = f" ({pipelines} pipelines of {layout.ranks})" if pipelines > 1 else ""
-    yield "ranks", f"{ranks}{each} on {prepared.device.type}, messages over {prepared.backend}"
+    sums = ", gradients summed over NCCL" if prepared.backend == "nccl" else ""
+    yield "ranks", f"{ranks}{each} on {prepared.device.type}, messages over Gloo{sums}"
     yield "computes in", "float32" if prepared.autocast is None else str(prepared.autocast).removeprefix("torch.")
     yield (
         "schedule",

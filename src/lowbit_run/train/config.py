@@ -315,8 +315,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if every local rank has a GPU of its own, otherwise the CPU. cuda: local ranks share the GPUs."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend for messages between GPUs: gloo for slow networks, nccl for fast ones. auto: NCCL within a machine,
-    otherwise Gloo."""
+    """Backend of the sums over `pipeline.data_parallel` pipelines between GPUs: gloo for slow networks, nccl for fast
+    ones. auto: NCCL within a machine, otherwise Gloo. Everything else goes over Gloo."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Data type of matrix products; weights keep theirs. auto: bf16 where the device supports it."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0

@@ -111,7 +111,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     assert from_mapping(tomllib.loads(result.stdout.partition("\n\nranks ")[0])).pipeline.ranks == 4
     shown = " ".join(result.stdout.split())
     for part in (
-        "ranks 4 on cpu, messages over gloo",
+        "ranks 4 on cpu, messages over Gloo",
         "schedule 1F1B, 4 micro-batches of 2 windows",
         "stage 3 rank 3, layers 6 to 7",
         "boundary 0 to 2 forward TransformQuant(",
