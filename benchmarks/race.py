@@ -22,10 +22,10 @@ from lowbit_lab.bench.runs import (
     MANY_STAGES,
     PROGRAM,
     THIN_MODEL,
-    as_mapping,
     check_recipes,
     check_samples,
     merged,
+    order,
     reached,
     recipe,
 )
@@ -112,7 +112,7 @@ def measure_race(settings: RaceBenchmark, earlier: Sequence[Row]) -> Iterator[li
     ):
         text = replace(settings.data, text=settings.start_text, held_out=())
         start = recipe(settings, "fp32", data=text, output=f"{folder}/start", steps=settings.start_steps)
-        ranks.ask("train", config=as_mapping(start))
+        ranks.ask("train", **order(start, "fp32"))
         for place, link in enumerate(settings.links):
             about = set_link(network, link, ranks)
             with _not_timed(network):
@@ -164,7 +164,7 @@ class Racer:
             optimizer=OptimizerConfig(lr=settings.lr, lr_warmup_steps=min(10, steps)),
             output=folder, steps=steps, eval_batches=settings.eval_batches,
         )  # fmt: skip
-        ranks.ask("open", name=folder, config=as_mapping(config), samples=settings.samples)
+        ranks.ask("open", name=folder, **order(config, boundary), samples=settings.samples)
         self.evaluate()
 
     def advance(self) -> None:

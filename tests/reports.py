@@ -25,7 +25,7 @@ UNDRAWN = (
 def make_run(folder: Path, *, steps: int = 40, ended: bool = True, text: str = "text.txt", ranks: int = 2) -> Path:
     """A folder as `lowbit train` leaves it, with made-up numbers."""
     (folder / "trace").mkdir(parents=True)
-    model, pipeline = {"family": "llama", "layers": 4, "dim": 64}, {"forward": ["transform"], "boundary": "lowbit"}
+    model, pipeline = {"family": "llama", "layers": 4, "dim": 64}, {"forward": ["transform"]}
     config = {"model": model, "data": {"text": [text]}, "pipeline": pipeline | {"ranks": ranks, "schedule": "1F1B"}}
     (folder / "config.json").write_text(json.dumps(config | {"run": {"steps": 40, "seed": len(folder.name)}}))
     lines = [

@@ -72,15 +72,13 @@ class HookedStage(PipelineStage):
             targets = list(target) if rows else []
             schedule._step_microbatches(*schedule._split_inputs(step["args"], step["kwargs"]), targets)
 
+    # The schedule gets no operations to run: `lanes` sends, and has posted its receives.
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.stage_index - 1 not in self.lanes.peers:
-            return []
-        return self.lanes.receive("forward", fwd_chunk_id)
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.stage_index + 1 not in self.lanes.peers:
-            return []
-        return self.lanes.receive("backward", bwd_chunk_id)
+        return []
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         layouts = self._layouts[fwd_chunk_id].inputs
@@ -131,18 +129,17 @@ class HookedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, **named)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.stage_index + 1 not in self.lanes.peers:
-            return []
-        tensors = [op.tensor for op in super().get_fwd_send_ops(fwd_chunk_id)]
-        return self.lanes.send("forward", fwd_chunk_id, tensors)
+        if self.stage_index + 1 in self.lanes.peers:
+            self.lanes.send("forward", fwd_chunk_id, [op.tensor for op in super().get_fwd_send_ops(fwd_chunk_id)])
+        return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_first:
-            return []
-        layouts = self._layouts[bwd_chunk_id].inputs
-        grads = self.bwd_cache.pop(bwd_chunk_id)[: len(layouts)]
-        tensors = [self._or_zeros(*pair) for pair in zip(grads, layouts, strict=True)]
-        return self.lanes.send("backward", bwd_chunk_id, [x for x in tensors if x is not None])
+        if self.has_backward and not self.is_first:
+            layouts = self._layouts[bwd_chunk_id].inputs
+            grads = self.bwd_cache.pop(bwd_chunk_id)[: len(layouts)]
+            tensors = [self._or_zeros(*pair) for pair in zip(grads, layouts, strict=True)]
+            self.lanes.send("backward", bwd_chunk_id, [x for x in tensors if x is not None])
+        return []
 
     # V schedules: between stages of one rank.
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.escape import printable
@@ -123,8 +122,8 @@ class Lanes:
             self._expected = {key for key in self._expected if key[1:] != now}
             self.steps += configuration.training
 
-    def send(self, direction: Direction, micro_batch: int, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
-        lane, ops = self._lanes[direction, True], []
+    def send(self, direction: Direction, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        lane = self._lanes[direction, True]
         for index, tensor in enumerate(tensors):
             with self.transport.leaving(tensor):
                 note = self._notes.pop((index, micro_batch), None) if direction == "backward" else None
@@ -132,12 +131,7 @@ class Lanes:
                     note.record_stream(torch.cuda.current_stream(note.device))
                 message = lane.encode(index, self._step, micro_batch, tensor, room=self.transport.room, note=note)
                 if message.numel():
-                    ops += self.transport.send(self._routes[lane][micro_batch][index], message)
-        return ops
-
-    def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
-        messages = self._messages(self._lanes[direction, False], micro_batch)
-        return [op for route, nbytes in messages for op in self.transport.receive(route, nbytes)]
+                    self.transport.send(self._routes[lane][micro_batch][index], message)
 
     def take(self, direction: Direction, micro_batch: int, layouts: Sequence[Tensor]) -> list[Tensor]:
         lane, tensors = self._lanes[direction, False], []

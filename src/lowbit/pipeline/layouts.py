@@ -6,7 +6,7 @@ They are JSON of a fixed size, not pickled: a peer must not decide which code ru
 import json
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from lowbit.escape import one_line
 from lowbit.wire.errors import PeerError
-from lowbit.wire.pytorch import default_group, rank_names
 from lowbit.wire.tags import LAYOUTS, PIPELINES, tag
 
 MESSAGE_BYTES = 1 << 14
 """Bytes of the message; shorter texts are padded with blanks. It has room for about 130 tensors."""
+
+_TAG = tag(LAYOUTS.first, MESSAGE_BYTES)
 
 MOST_ELEMENTS = 1 << 40
 """Largest tensor, and largest distance between its first and last element."""
@@ -103,9 +104,7 @@ class Batch:
         return (self.training, *sorted(cast)), *inputs
 
 
-def send_layouts(
-    layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
-) -> None:
+def send_layouts(layouts: Sequence[Tensor], group: dist.ProcessGroup, peer: int, timeout: float) -> None:
     """Send layouts of tensors to a peer, which must call `receive_layouts`; ValueError: too many for the message."""
     stated = [
         {"shape": [*x.shape], "stride": [*x.stride()], "dtype": _NAMES[x.dtype], "requires_grad": x.requires_grad}
@@ -119,17 +118,16 @@ def send_layouts(
             f"allowed: {MESSAGE_BYTES}"
         )
     message = torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-    _run(dist.isend, message.to(device), group, peer, timeout)
+    group.send([message], peer, _TAG).wait(timedelta(seconds=timeout))
 
 
-def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float) -> list[Tensor]:
+def receive_layouts(group: dist.ProcessGroup, peer: int, name: str, timeout: float) -> list[Tensor]:
     """Receive what a peer sent by `send_layouts`; PeerError: it sent something else; RuntimeError: nothing in time."""
-    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
-    _run(dist.irecv, message, group, peer, timeout)
+    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    group.recv([message], peer, _TAG).wait(timedelta(seconds=timeout))
     try:
-        return parse(message.cpu().numpy().tobytes())
+        return parse(message.numpy().tobytes())
     except (ValueError, RecursionError) as error:
-        name = rank_names(group or default_group())[peer]
         raise PeerError(f"{name} sent something other than layouts of tensors: {error}", peer) from None
 
 
@@ -175,15 +173,6 @@ def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
     if len(shape) != len(stride) or math.prod(n or 1 for n in shape) > MOST_ELEMENTS:
         return False
     return sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n) < MOST_ELEMENTS
-
-
-def _run(send_or_receive: Callable[..., Any], message: Tensor, group: Any, peer: int, timeout: float) -> None:
-    # A batch of one, as in PyTorch: with NCCL, a message outside a batch would open a new connection.
-    limit = (timedelta(seconds=timeout),) if message.device.type == "cpu" else ()
-    one_tag = tag(LAYOUTS.first, MESSAGE_BYTES)
-    operation = dist.P2POp(send_or_receive, message, group=group, group_peer=peer, tag=one_tag)
-    for work in dist.batch_isend_irecv([operation]):
-        work.wait(*limit)
 
 
 PHASES = 3  # of a pipeline that begins with a warm-up (`StepKind.phase`): message sizes depend on the phase

@@ -5,7 +5,6 @@ On a new one all ranks agree; if layouts are not declared, after each stage has 
 """
 
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
@@ -25,7 +24,6 @@ from lowbit.wire.checksum import Checksums, agreed_facts
 from lowbit.wire.errors import AgreementError, PeerError, described
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
-from lowbit.wire.store import BoundedStore, peek
 from lowbit.wire.tags import ANNOUNCEMENTS, PIPELINES
 
 
@@ -36,7 +34,7 @@ class Passes:
         self, stages: Sequence[HookedStage], group: dist.ProcessGroup, number: int, limit: float, checksums: Checksums
     ) -> None:
         self._group, self._topic, self._limit = group, f"pipeline {number}", limit
-        self._channels, (self._announced_on,) = PIPELINES.channels(number), ANNOUNCEMENTS.channels(number)
+        self._channels, self._carrier = PIPELINES.channels(number), stages[0].lanes.transport.group
         # Set only within a pass: the stages refer to this, and a reference back would keep a group's connections open.
         self._stages: Sequence[HookedStage] = ()
         # Read here, not earlier: a V schedule places the stages only after they are created.
@@ -51,7 +49,8 @@ class Passes:
         self._stage_names = [f"rank {ranks[self._placement[i]]} (stage {i})" for i in range(len(self._placement))]
         self._board = FailureBoard(group, self._topic, self._names, limit)
         self._checksums = checksums
-        self._announcements: _Direct | _ThroughStore | None = None
+        mailbox, (channel,) = Mailbox(self._carrier, checksums, self._board), ANNOUNCEMENTS.channels(number)
+        self._announcements = _Announcements(mailbox, self._source, self._names[self._source], channel)
         self._agreement: Agreement  # the last one
         self._known: dict[Any, int] = {}  # on the rank with the first stage: configurations by kind of batch
         self._agreed: list[Configuration] = []
@@ -81,8 +80,7 @@ class Passes:
             else:
                 body()
                 self._end(batch, ahead)
-            if self._announcements is not None:
-                self._announcements.finish()
+            self._announcements.finish()
         except BaseException as error:
             self._broken = described(error)
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
@@ -140,11 +138,10 @@ class Passes:
         codecs = {name: lane.codec for name, lane in lanes.by_name().items()}
         return {
             "lowbit version": __version__,
-            # Another version's schedules may order messages differently, which matters to backends without tags.
+            # Versions differ in which declared tensors they take to need a gradient.
             "torch version": ".".join(torch.__version__.split(".")[:2]),
             "number of stages": str(len(self._placement)),
             "stages by rank": str(self._held),
-            "transport": lanes.transport.name,
             "warm-up steps": str(lanes.warmup_steps),
             "constants": "coded" if lanes.code_constants else "exact",
             **agreed_facts(self._checksums.enabled),
@@ -154,12 +151,6 @@ class Passes:
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
         """Announce or receive the number of this pass's configuration; None if it is new."""
         name = self._names[self._source]
-        if self._announcements is None:
-            if "gloo" in dist.get_backend_config(self._group):
-                mailbox = Mailbox(self._group, self._checksums, self._board)
-                self._announcements = _Direct(mailbox, self._source, name, self._announced_on)
-            else:
-                self._announcements = _ThroughStore(self._group, self._source, name, self._board)
         facts, traffic = self._facts(batch), self._stages[0].lanes.transport.traffic
         if self._is_source:
             number = self._known.get(seen)
@@ -245,18 +236,19 @@ class Passes:
             outputs: Sequence[Any] = ()
             for stage in self._stages:
                 index, inputs = stage.stage_index, outputs
-                peers, device = stage.lanes.peers, stage.lanes.transport.device
+                peers = stage.lanes.peers
                 if stage.is_first:
                     inputs = batch.args[micro_batch]
                 elif index - 1 in peers:
-                    with self._board.blaming(peers[index - 1]):
-                        inputs = receive_layouts(self._group, peers[index - 1], device, self._limit)
+                    peer = peers[index - 1]
+                    with self._board.blaming(peer):
+                        inputs = receive_layouts(self._carrier, peer, self._names[peer], self._limit)
                 outputs = ()
                 if not stage.is_last:  # outputs of the last stage may be anything, as they are not sent
                     outputs = hooks.trial(stage, inputs, batch.kwargs[micro_batch], training=batch.training)
                 if index + 1 in peers:
                     with self._board.blaming(peers[index + 1]):
-                        send_layouts(outputs, self._group, peers[index + 1], device, self._limit)
+                        send_layouts(outputs, self._carrier, peers[index + 1], self._limit)
                 tensors = tuple(layout_of(x) for x in inputs if isinstance(x, Tensor))
                 layouts[index][micro_batch] = Layouts(tensors, tuple(outputs))
         return layouts
@@ -293,13 +285,10 @@ _ANNOUNCEMENT_BYTES = 512
 """Bytes of the message, without its checksum: JSON, padded with blanks."""
 
 _AHEAD = 4  # receives posted ahead: the first stage may be this many passes ahead of the last
-# Seconds between two reads of the store: a share of the time waited so far, within these limits.
-_SHORTEST, _LONGEST, _SHARE = 0.0005, 0.01, 0.05
-_KEPT_PASSES = 1024  # messages kept in the store: the first stage may be this many passes ahead there
 
 
-class _Direct:
-    """By Gloo messages; each takes half a round trip, because receives are posted ahead of their passes."""
+class _Announcements:
+    """Messages of the first stage's rank; each takes half a round trip: receives are posted ahead of their passes."""
 
     def __init__(self, mailbox: Mailbox, source: int, name: str, channel: int) -> None:
         self._mailbox, self._source, self._name, self._channel = mailbox, source, name, channel
@@ -329,37 +318,6 @@ class _Direct:
 
     def _route(self, peer: int, number: int) -> Route:
         return Route(peer, self._channel, f"the announcement of pass {number} from {self._name}")
-
-
-class _ThroughStore:
-    """By keys of the group's store; for NCCL, whose messages would make the host wait for the device."""
-
-    def __init__(self, group: dist.ProcessGroup, source: int, name: str, board: FailureBoard) -> None:
-        self._limit = board.patience.total_seconds()
-        self._store = BoundedStore(group, self._limit)
-        self._source, self._name, self._topic = source, name, board.topic
-
-    def send(self, number: int, value: Any) -> int:
-        text = json.dumps(value)
-        self._store.append(self._key(number), text)
-        if number >= _KEPT_PASSES:
-            self._store.delete_key(self._key(number - _KEPT_PASSES))
-        return len(text)
-
-    def receive(self, number: int) -> Any:
-        start = time.monotonic()
-        while not (text := peek(self._store, self._key(number))):
-            waited = time.monotonic() - start
-            if waited > self._limit:
-                raise PeerError(f"{self._name} announced no step within {self._limit:g} s", self._source)
-            time.sleep(min(_LONGEST, max(_SHORTEST, _SHARE * waited)))
-        return _parsed(text, self._source, self._name)
-
-    def finish(self) -> None:
-        pass
-
-    def _key(self, number: int) -> str:
-        return f"lowbit/pass/{self._topic}/{number}"
 
 
 def _parsed(text: bytes, source: int, name: str) -> Any:

@@ -23,6 +23,7 @@ from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
 from lowbit.wire.checksum import Checksums, check_checksums
+from lowbit.wire.connections import gloo_of
 from lowbit.wire.pytorch import check_torch, default_group
 from lowbit.wire.traffic import Traffic
 
@@ -39,11 +40,11 @@ class LowBitStage(HookedStage):
     If `input_args` and `output_args` are given, floating ones without `requires_grad` are constants (in PyTorch 2.11
     only if another has it).
 
-    With Gloo, receives are posted ahead and sends are not waited for before the step ends, so that the link carries
-    both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
-    From and to a GPU, Gloo's payloads pass through pinned host memory, coded and copied in parallel with the
-    computation. A stage's output is still read after `forward` has returned: nothing may write to its memory before the
-    step ends, as replaying a CUDA graph would.
+    Messages go over Gloo. Next to a group without it, such as NCCL's, the first stage of each rank makes a Gloo group,
+    once all ranks have come. Receives are posted ahead and sends are not waited for before the step ends, so that the
+    link carries both directions while the ranks compute. From and to a GPU, payloads pass through pinned host memory,
+    coded and copied in parallel with the computation. A stage's output is still read after `forward` has returned:
+    nothing may write to its memory before the step ends, as replaying a CUDA graph would.
 
     Before the first byte of each new kind of batch, all ranks compare codecs, versions, shapes and payload sizes.
 
@@ -67,9 +68,9 @@ class LowBitStage(HookedStage):
     Raises:
         TypeError, ValueError: an invalid argument; the message names it.
         ValueError: (in any step) a batch that the schedule cannot split or a codec cannot take; raised on every rank.
-        AgreementError: (in any step) ranks that contradict each other or are missing.
-        DamagedError: (in any step) a neighbour's message was damaged on the way; with NCCL, at the end of the step.
-        PeerError: (in any step, over Gloo) a peer that ended or does not answer. NCCL has its own watchdog.
+        AgreementError: (in any step, and with a Gloo group to make) ranks that contradict each other or are missing.
+        DamagedError: (in any step) a neighbour's message was damaged on the way.
+        PeerError: (in any step) a peer that ended or does not answer.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class LowBitStage(HookedStage):
         group = self.group or default_group()
         number = pipeline_number(group, num_stages, self.group_size)
         sums = Checksums(f"pipeline {number}", enabled=checksums)
-        transport = choose(group, self.device, self.traffic, sums)
+        transport = choose(gloo_of(group, float(timeout)), self.device, self.traffic, sums)
         self.lanes = Lanes(
             stage_index, num_stages, forward, backward, self.device, transport, warmup_steps, code_constants
         )

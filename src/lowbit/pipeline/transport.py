@@ -1,13 +1,11 @@
-"""How payloads travel between two ranks: with tags and early (Gloo), or in the order of the schedule (NCCL).
+"""How payloads travel between two ranks: over Gloo, with tags, and receives that are posted early.
 
-On a GPU over Gloo, payloads are coded and copied to and from the host on side streams while it computes. The host waits
-for none of them, except in the thread that sends: bytes cannot leave before they are on the host. `Staged` has the
-rules without CUDA; `CudaStreams` only the CUDA part, so that tests can replace it.
+On a GPU, payloads are coded and copied to and from the host on side streams while it computes. The host waits for none
+of them, except in the thread that sends: bytes cannot leave before they are on the host. `Staged` has the rules without
+CUDA; `CudaStreams` only the CUDA part, so that tests can replace it.
 """
 
 import contextlib
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.wire.checksum import Checksums, Verdicts
+from lowbit.wire.checksum import Checksums
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent, outbox_of, sever
 from lowbit.wire.traffic import Traffic
@@ -89,84 +87,6 @@ class CudaStreams:
 WINDOW_BYTES = 16 << 20
 WINDOW_MESSAGES = 4  # fewest messages in a window, whatever their size
 _SENDER = ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")  # sends messages that have been copied to the host
-# Outcomes of checksums of all stages of this rank: the last stage to finish a step reads them.
-_verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, Verdicts] = weakref.WeakKeyDictionary()
-
-
-class Transport(ABC):
-    """Moves a stage's payloads between ranks of a group. A step calls `begin`, any of the others, then `drain`.
-
-    Attributes:
-        name: must be the same on all ranks.
-        device: where tensors must be for the process group to carry them.
-        room: free bytes that `send` needs behind a payload. overhead: bytes that travel behind a payload.
-    """
-
-    name: str
-    device = torch.device("cpu")
-
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums) -> None:
-        self._group, self.rank = group, dist.get_rank(group)
-        self.traffic, self._checksums = traffic, checksums
-        self.room = self.overhead = checksums.room
-        self._pass = 0
-
-    @abstractmethod
-    def begin(self, board: FailureBoard, number: int) -> None:
-        """Start a step; `number` counts passes, training or not, and is the same at both ends."""
-
-    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:  # noqa: B027
-        """Post receives for all messages, with their sizes, that will be taken on one lane, in about this order.
-
-        If a peer has ended, taking its message raises the error. A backend that matches messages by their order alone
-        cannot post anything ahead of the schedule.
-        """
-
-    @abstractmethod
-    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        """Send a payload with `room` behind it; return operations for the schedule to run."""
-
-    def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        """Return operations for the schedule to run in order to receive."""
-        return []
-
-    @abstractmethod
-    def take(self, route: Route, nbytes: int) -> Tensor:
-        """Wait for a message and return its payload, uint8 (nbytes,); it, or `drain`, raises a DamagedError."""
-
-    def leaving(self, source: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which to encode a tensor and send its payload."""
-        return contextlib.nullcontext()
-
-    def arriving(self) -> AbstractContextManager[None]:
-        """Return a context in which to take and decode a payload."""
-        return contextlib.nullcontext()
-
-    def landing(self, layout: Tensor) -> Tensor:
-        """Within `arriving`: return a new tensor to decode to, for the computation to use afterwards."""
-        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self.device)
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait until everything that this rank sent has left, and release it."""
-
-    def sever(self) -> None:  # noqa: B027
-        """Close the connections for good: peers that wait for this rank fail at once (NCCL: when its watchdog acts)."""
-
-
-def choose(
-    group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
-) -> "Early | InOrder":
-    """Create the transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for a GPU)."""
-    device = torch.device(device)
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    if backends.get(device.type, backends.get("cpu")) != "gloo":
-        return InOrder(group, device, traffic, checksums)
-    if device.type == "cpu":
-        return Early(group, traffic, checksums)
-    if device.type == "cuda":
-        return Staged(group, traffic, checksums, CudaStreams(device))
-    raise ValueError(f"device is {device}; allowed with Gloo: cpu or cuda")
 
 
 @dataclass
@@ -229,16 +149,17 @@ class Inbox:
         self._traffic.hold(message.nbytes)
 
 
-class Early(Transport):
-    """Posts receives ahead of the schedule, and leaves waiting for sends to another thread.
+class Transport:
+    """Moves a stage's payloads between ranks of a Gloo group. A step calls `begin`, any of the others, then `drain`.
 
-    PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Here both
-    directions of the link are busy at once. No order of sends can deadlock: none waits before the step ends, and a
-    message that is taken out of order is posted at once. Memory is bounded by the windows of the inbox, and by what
-    peers have not yet taken. Checksums are verified before anything is decoded.
+    It posts receives ahead of the schedule, and leaves waiting for sends to another thread. PyTorch's schedules hardly
+    overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Here both directions of the link are
+    busy at once. No order of sends can deadlock: none waits before the step ends, and a message that is taken out of
+    order is posted at once. Memory is bounded by the windows of the inbox, and by what peers have not yet taken.
+
+    Attributes:
+        room: free bytes that `send` needs behind a payload. overhead: bytes that travel behind a payload.
     """
-
-    name = "early, with tags"
 
     def __init__(
         self,
@@ -247,39 +168,61 @@ class Early(Transport):
         checksums: Checksums,
         buffer: Callable[[int], Tensor] | None = None,
     ) -> None:
-        super().__init__(group, traffic, checksums)
+        self.group, self.rank, self.traffic = group, group.rank(), traffic
+        self.room = self.overhead = checksums.room
+        self._pass = 0
         self._mailbox = Mailbox(group, checksums, traffic=traffic)
         self._inbox = Inbox(self._mailbox, buffer)
         self._outbox = outbox_of(group)
 
     def begin(self, board: FailureBoard, number: int) -> None:
+        """Start a step; `number` counts passes, training or not, and is the same at both ends."""
         self._mailbox.board, self._pass = board, number
         self.drain()
 
     def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
+        """Post receives for all messages, with their sizes, that will be taken on one lane, in about this order.
+
+        If a peer has ended, taking its message raises the error.
+        """
         self._inbox.expect(messages)
 
+    def send(self, route: Route, message: Tensor) -> None:
+        """Send a payload with `room` behind it."""
+        (sent,) = self._mailbox.send(message, (self._pass, self.rank, route.channel), route)
+        self._outbox.put(self.group, lambda: sent, route.peer, sent.nbytes, self.traffic)
+
     def take(self, route: Route, nbytes: int) -> Tensor:
+        """Wait for a message and return its payload, uint8 (nbytes,); DamagedError: it is not what was sent."""
         with self._inbox.taking(route, nbytes) as message:
             message.route, message.place = route, (self._pass, route.peer, route.channel)
             return message.wait()
 
-    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        (sent,) = self._mailbox.send(message, (self._pass, self.rank, route.channel), route)
-        self._outbox.put(self._group, lambda: sent, route.peer, sent.nbytes, self.traffic)
-        return []
+    def leaving(self, source: Tensor) -> AbstractContextManager[None]:
+        """Return a context in which to encode a tensor and send its payload."""
+        return contextlib.nullcontext()
+
+    def arriving(self) -> AbstractContextManager[None]:
+        """Return a context in which to take and decode a payload."""
+        return contextlib.nullcontext()
+
+    def landing(self, layout: Tensor) -> Tensor:
+        """Within `arriving`: return a new tensor to decode to, for the computation to use afterwards."""
+        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
 
     def drain(self) -> None:
+        """Wait until everything that this rank sent has left, and release it."""
         with self.traffic.timing("wait_seconds", message="all that was sent"):
             board = self._mailbox.board
             self._outbox.drain(board.patience, board.blaming)
 
     def sever(self) -> None:
-        sever(self._group)
+        """Close the connections for good: peers that wait for this rank fail at once."""
+        sever(self.group)
 
 
-class Staged(Early):
-    """`Early` for payloads on a device, which pass through buffers on the host."""
+class Staged(Transport):
+    """`Transport` for payloads on a device, which pass through buffers on the host."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: CudaStreams) -> None:
         super().__init__(group, traffic, checksums, streams.host_buffer)
@@ -301,11 +244,10 @@ class Staged(Early):
     def take(self, route: Route, nbytes: int) -> Tensor:
         return self._streams.to_device(super().take(route, nbytes))
 
-    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        host, copied = self._streams.to_host(message, self._checksums.room)
+    def send(self, route: Route, message: Tensor) -> None:
+        host, copied = self._streams.to_host(message, self.overhead)
         sending = _SENDER.submit(self._send_after, copied, route, host, (self._pass, self.rank, route.channel))
-        self._outbox.put(self._group, sending.result, route.peer, host.numel(), self.traffic)
-        return []
+        self._outbox.put(self.group, sending.result, route.peer, host.numel(), self.traffic)
 
     def _send_after(self, copied: torch.cuda.Event, route: Route, host: Tensor, place: tuple[int, ...]) -> Sent:
         copied.synchronize()  # apart from sending: an error of this device must not be blamed on the peer
@@ -313,52 +255,11 @@ class Staged(Early):
         return sent
 
 
-class InOrder(Transport):
-    """Leaves messages to the schedule, which runs and waits for operations in its own order, here with payloads.
-
-    NCCL matches messages by order alone. Its results are needed at once, so coding stays on the computation's stream.
-    Checksums are verified on the device; their outcomes are read at the end of the step, before an optimizer runs.
-    """
-
-    name = "in the schedule's order"
-
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
-    ) -> None:
-        super().__init__(group, traffic, checksums)
-        self.device = torch.device(device)
-        self._verdicts = _verdicts.setdefault(group, Verdicts())
-        self._arriving: dict[Route, Tensor] = {}
-        self._leaving: list[Tensor] = []
-
-    def begin(self, board: FailureBoard, number: int) -> None:
-        self._pass = number
-        # The schedule has waited for the whole previous step, so none of its payloads is still in use.
-        for message in (*self._arriving.values(), *self._leaving):
-            self.traffic.hold(-message.numel())
-        self._arriving, self._leaving = {}, []
-
-    def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8, device=self.device)
-        self._arriving[route] = message
-        self.traffic.hold(message.numel())
-        return [dist.P2POp(dist.irecv, message, group=self._group, group_peer=route.peer)]
-
-    def take(self, route: Route, nbytes: int) -> Tensor:
-        message = self._arriving.pop(route)
-        self.traffic.hold(-message.numel())
-        if self._checksums.enabled:
-            with self.traffic.timing("checksum_seconds"):
-                damage = self._checksums.damage_there(message, self._pass, route.peer, route.channel)
-                self._verdicts.note(damage, route.about, route.peer)
-        return message[:nbytes]
-
-    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        with self.traffic.timing("checksum_seconds"):
-            self._checksums.seal_there(message, self._pass, self.rank, route.channel)
-        self._leaving.append(message)
-        self.traffic.hold(message.numel())
-        return [dist.P2POp(dist.isend, message, group=self._group, group_peer=route.peer)]
-
-    def drain(self) -> None:
-        self._verdicts.settle()
+def choose(group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums) -> Transport:
+    """Create the transport for tensors on a device, in a group over Gloo."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Transport(group, traffic, checksums)
+    if device.type == "cuda":
+        return Staged(group, traffic, checksums, CudaStreams(device))
+    raise ValueError(f"device is {device}; allowed: cpu or cuda")

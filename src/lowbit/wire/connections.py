@@ -1,4 +1,4 @@
-"""The TCP connections between ranks: several for a group, what they lose, and how they control congestion.
+"""The TCP connections between ranks: over Gloo, several for a group, what they lose, how they control congestion.
 
 With several, a lost packet slows only a part of what is sent, because TCP halves its rate after a loss: each carries a
 piece of every large message. They are Gloo groups. Both ends cut a message by its size class (`lowbit.wire.tags`), so a
@@ -21,18 +21,65 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from lowbit import escape
 from lowbit.escape import shown
 from lowbit.wire import tags
 from lowbit.wire.agreement import agree
-from lowbit.wire.pytorch import plain
+from lowbit.wire.errors import PeerError, first_line
+from lowbit.wire.pytorch import is_known, plain
 from lowbit.wire.store import bounded
 
 Carrier = Any  # a group, or a Gloo backend, whose types lack `send` and `recv`
 MOST_CONNECTIONS = 32
 LEAST_PIECE = 1 << 14  # a smaller piece arrives no sooner: TCP sends as much at once
 
+log = escape.logger(__name__)
+
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _more: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
 _used: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def gloo_of(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """Return a group of the same ranks that has Gloo between CPUs: itself, or one that is made next to it, once.
+
+    Every rank of the group calls this. The new one is only for messages: `torch.distributed` does not know it, so that
+    it is gone with the group, and needs no `destroy_process_group`.
+
+    Raises:
+        AgreementError: a rank did not come within `timeout` seconds.
+        PeerError: the ranks could not connect.
+    """
+    backends = dist.get_backend_config(group)
+    if "cpu:gloo" in backends.split(","):
+        return group
+    if group not in _beside:
+        agree(group, "Gloo", timeout, topic="group for messages")  # names ranks that do not come
+        try:
+            _beside[group] = bounded(partial(_gloo_beside, group, timeout), timeout)
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerError(
+                f"the Gloo group next to that of {backends} did not connect within {timeout:g} s ({first_line(error)})"
+                "; allowed: firewalls that let the ranks connect to each other on all ports, and GLOO_SOCKET_IFNAME "
+                "with the network interface to use", -1,
+            ) from None  # fmt: skip
+        if group.rank() == 0:
+            log.warning(
+                "messages of pipelines go over a Gloo group, made next to that of %s (%d ranks); tensors on a GPU pass "
+                "through the memory of the host", backends, group.size(),
+            )  # fmt: skip
+    return _beside[group]
+
+
+def _gloo_beside(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    # Not by `new_group`: all ranks of the job would have to call it, or its name would depend on their other groups.
+    store: Any = PrefixStore("lowbit/gloo", group.get_group_store())
+    made: Any = dist.ProcessGroup(store, group.rank(), group.size())
+    gloo: Any = dist.ProcessGroupGloo
+    kind = dist.ProcessGroup.BackendType.GLOO
+    made._set_default_backend(kind)
+    made._register_backend(torch.device("cpu"), kind, gloo(store, made.rank(), made.size(), timedelta(seconds=timeout)))
+    return made
 
 
 def connections_of(group: dist.ProcessGroup) -> list[Carrier]:
@@ -47,7 +94,7 @@ def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float 
     trips. Connections that are not needed any more stay open.
 
     Args:
-        group: ranks over Gloo; None: the default group.
+        group: ranks over Gloo, or with the Gloo group that pipelines make next to theirs; None: the default group.
         count: connections for each pair of ranks, 1 to 32; the same on all ranks.
         timeout: seconds to wait for the other ranks.
 
@@ -59,6 +106,7 @@ def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float 
     if type(count) is not int or not 1 <= count <= MOST_CONNECTIONS:
         raise ValueError(f"count is {shown(count)}; allowed: an integer from 1 to {MOST_CONNECTIONS}")
     group = plain(group)
+    group = gloo_of(group, timeout) if is_known(group) else group
     try:
         gloo: Any = group._get_backend(torch.device("cpu"))
     except RuntimeError:

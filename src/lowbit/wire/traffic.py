@@ -85,11 +85,11 @@ class Traffic:
         backward_elements: elements of the tensors in them.
         announced_bytes: bytes that the first stage sends to all other ranks at the start of each pass after the first.
         codec_seconds: time spent encoding and decoding messages (on GPUs: launching the kernels).
-        checksum_seconds: time that the schedule's thread spent on checksums (on GPUs with NCCL: launching kernels).
+        checksum_seconds: time that the schedule's thread spent on checksums.
         wait_seconds: time spent blocked until an expected message had arrived or, at the end of a step, until all sends
             had finished (the last stage of a rank to finish waits for those of all its stages).
         peak_bytes: most bytes of messages, with their checksums, that the stage's transport held at once, counted from
-            `held_bytes` on. On the host with Gloo, on the device with NCCL.
+            `held_bytes` on; on the host.
         held_bytes: bytes held now. A message to receive is held from the posting of its receive until it is decoded; a
             message to send, until its peer has it and the transport has released it.
         trace: if set, also records what is timed as spans.

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from lowbit_lab.bench.pipeline import PipelineBenchmark
-from lowbit_lab.bench.runs import PROGRAM, as_mapping, curve, seconds_until
+from lowbit_lab.bench.runs import PROGRAM, curve, order, seconds_until
 from lowbit_lab.bench.runs import recipe as recipe_of
 from lowbit_lab.bench.settings import LINK, link_name
 from lowbit_lab.bench.workers import UNLIMITED, set_link, started, step_bars
@@ -111,7 +111,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
                         advance(name, f"loss {metrics['loss']:.2f}, {metrics['tokens_per_second']:,.0f} tok/s", whole)
 
                 config = recipe(link, boundary, output)
-                ranks.ask("train", config=as_mapping(config), seconds=SECONDS, on_progress=show_step)
+                ranks.ask("train", **order(config, boundary), seconds=SECONDS, on_progress=show_step)
                 rows.append({"boundary": boundary, "title": title, **about, **outcome(Path(config.run.output))})
     RunFolder(output).note(*FILES)
     rows = compare(rows, [BASELINE])

@@ -25,10 +25,10 @@ from lowbit_lab.bench.runs import (
     THIN_MODEL,
     Duration,
     Split,
-    as_mapping,
     check_recipes,
     check_samples,
     merged,
+    order,
     recipe,
 )
 from lowbit_lab.bench.settings import (
@@ -258,7 +258,7 @@ def _run(
         eval_batches=settings.evaluations,
     )  # fmt: skip
     return {
-        "config": as_mapping(config), "samples": settings.samples, "connections": connections,
+        **order(config, boundary), "samples": settings.samples, "connections": connections,
         "compute": settings.compute.seconds,
     }  # fmt: skip
 

@@ -19,11 +19,12 @@ from lowbit.codecs import parse
 from lowbit.pipeline import LowBitStage, connect_more
 from lowbit.wire.messages import gather_json
 from lowbit_lab.bench.settings import STOCK, check_shape, formats_of
+from lowbit_lab.bench.stock import StockTrainer
 from lowbit_lab.bench.workers import TIMEOUT_SECONDS, report_progress, serve
 from lowbit_run.config import ConfigError
 from lowbit_run.report import Row
 from lowbit_run.train.auto import described
-from lowbit_run.train.boundaries import make_codecs, stock_dtype
+from lowbit_run.train.boundaries import make_codecs
 from lowbit_run.train.config import (
     DataConfig,
     ModelConfig,
@@ -96,7 +97,9 @@ def recipe(
         model, data, pipeline, optimizer: replace those of the settings; run: fields of `RunConfig`.
     """
     formats = formats_of(boundary, settings.backward)
-    carried = {name: (codec,) for name, codec in formats.items() if codec is not None} or {"boundary": boundary}
+    carried: dict[str, Any] = {name: (codec,) for name, codec in formats.items()}
+    if boundary in STOCK:
+        carried = dict.fromkeys(carried, (boundary.removeprefix("stock-"),)) | {"tied_rows": "fp32"}
     return TrainConfig(
         model=model or settings.model,
         data=data or settings.data,
@@ -109,9 +112,9 @@ def recipe(
     )  # fmt: skip
 
 
-def as_mapping(config: TrainConfig) -> dict[str, Any]:
-    """Convert the settings of a run to an argument of an order."""
-    return json.loads(config.to_json())
+def order(config: TrainConfig, boundary: str) -> dict[str, Any]:
+    """Return the arguments of an order that say what to train: settings of a run, and whether with PyTorch's stage."""
+    return {"config": json.loads(config.to_json()), "stock": boundary in STOCK}
 
 
 def merged(answers: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -133,7 +136,7 @@ def check_samples(settings: Any) -> None:
 def check_recipes(settings: Any, pipeline: PipelineConfig) -> None:
     """Check that a training run with every boundary can start, on the device of the settings."""
     unused = PipelineConfig()
-    for name in ("data_parallel", "forward", "backward", "boundary", "warmup_steps"):
+    for name in ("data_parallel", "forward", "backward", "warmup_steps"):
         if getattr(pipeline, name) != getattr(unused, name):
             raise ConfigError(f"pipeline.{name} is {getattr(pipeline, name)!r}; allowed: formats, in `boundaries`")
     if pipeline.ranks < 2:
@@ -166,24 +169,25 @@ class Runs:
         self._recordings: dict[str, Recording] = {}
         self._choosing: dict[str, Run] = {}  # whose formats are "auto"
 
-    def open(self, name: str, config: dict[str, Any], samples: int, connections: int = 1, compute: float = 0.0) -> None:
+    def open(
+        self, name: str, config: dict[str, Any], stock: bool, samples: int, connections: int = 1, compute: float = 0.0
+    ) -> None:
         """Set up a run.
 
         Args:
             name: of the run in later orders.
-            config: of the run, as nested mappings.
+            config, stock: of the run, from `order`.
             samples: windows of the text to train on, in every epoch; 0: all.
             connections: for each pair of ranks, at all steps of this run, which posts receives for the next ones.
             compute: seconds that a stage waits in a forward pass, with recorded activations; 0: it computes.
         """
-        trainer = _trainer(config)
+        trainer = _trainer(config, stock)
         if samples:
             trainer.order = Order(samples=samples, batch=trainer.config.data.batch, seed=trainer.config.run.seed)
         self._trainers[name], self._steps[name], self._connections[name] = trainer, 0, connections
         if compute:
             prepared = trainer.prepared  # contenders that differ in formats share a recording of the same stages
-            fields = (prepared.config.model, prepared.config.data, prepared.layout, prepared.config.run.seed)
-            key = repr((*fields, prepared.config.pipeline.boundary))
+            key = repr((prepared.config.model, prepared.config.data, prepared.layout, prepared.config.run.seed))
             if key not in self._recordings:
                 self._recordings[key] = Recording(prepared, samples or len(prepared.data.train))
             self._devices[name] = Device(trainer, self._recordings[key], compute)
@@ -241,7 +245,7 @@ class Runs:
     def evaluate(self, name: str) -> float:
         """Return the seconds of an evaluation on held-out text, with this run's formats at the boundaries."""
         trainer = self._trainers[name]
-        codecs = trainer.pipeline.codecs.forward if trainer.config.pipeline.boundary == "lowbit" else None
+        codecs = None if isinstance(trainer, StockTrainer) else trainer.pipeline.codecs.forward
         dist.barrier()
         start = time.perf_counter()
         self._evaluate(name, codecs)
@@ -252,9 +256,9 @@ class Runs:
         stages = self._trainers[name].pipeline.stages
         return sum(stage.state_bytes() for stage in stages if isinstance(stage, LowBitStage))
 
-    def train(self, config: dict[str, Any], seconds: float = math.inf) -> None:
+    def train(self, config: dict[str, Any], stock: bool, seconds: float = math.inf) -> None:
         """Run a training and write its files as `lowbit train` does, for about `seconds`; rank 0 reports steps."""
-        run, passed = Run(_trainer(config)), 0.0
+        run, passed = Run(_trainer(config, stock)), 0.0
 
         def report(metrics: StepMetrics) -> bool:
             nonlocal passed
@@ -273,8 +277,8 @@ class Runs:
         return trainer.evaluation.scores(held_out, batch=batch, batches=batches, codecs=codecs)[0]
 
 
-def _trainer(config: dict[str, Any]) -> Trainer:
-    return Trainer(prepare(from_mapping(config), ranks=dist.get_world_size()))
+def _trainer(config: dict[str, Any], stock: bool) -> Trainer:
+    return (StockTrainer if stock else Trainer)(prepare(from_mapping(config), ranks=dist.get_world_size()))
 
 
 @dataclass(frozen=True)
@@ -310,7 +314,7 @@ class Recording:
         stages = [
             StageModule(
                 model, layers=layout.layers_of(stage), first=stage == 0, last=stage == layout.stages - 1,
-                autocast=prepared.autocast, boundary_dtype=stock_dtype(config.pipeline),
+                autocast=prepared.autocast,
             )
             for stage in range(layout.stages)
         ]  # fmt: skip

@@ -14,6 +14,7 @@ from lowbit_run.report import Column, Row
 from lowbit_run.train.config import AUTO
 
 STOCK = ("stock-fp32", "stock-bf16")
+"""Boundaries with PyTorch's own stage, in float32 or bfloat16, as baselines."""
 
 
 def _each_once(values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:

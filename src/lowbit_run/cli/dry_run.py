@@ -44,7 +44,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     config, layout = prepared.config, prepared.layout
     pipelines = config.pipeline.data_parallel
     each = f" ({pipelines} pipelines of {layout.ranks})" if pipelines > 1 else ""
-    yield "ranks", f"{ranks}{each} on {prepared.device.type}, messages over {prepared.backend}"
+    sums = ", gradients summed over NCCL" if prepared.backend == "nccl" else ""
+    yield "ranks", f"{ranks}{each} on {prepared.device.type}, messages over Gloo{sums}"
     yield "computes in", "float32" if prepared.autocast is None else str(prepared.autocast).removeprefix("torch.")
     yield (
         "schedule",
@@ -63,7 +64,7 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     pairs = zip(codecs.forward, codecs.backward, strict=True)
     lines = (f"forward {_described(first, shape)}\nbackward {_described(second, shape)}" for first, second in pairs)
     yield from _grouped(name, lines)
-    if config.pipeline.boundary == "lowbit" and layout.stages > 1:
+    if layout.stages > 1:
         first = min(config.codec_warmup_steps, config.run.steps)
         yield "warm-up", f"{first} of {config.run.steps} steps at full precision"
         if (nats := wanted_nats(prepared.codecs.forward)) is not None:

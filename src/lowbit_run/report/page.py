@@ -84,7 +84,7 @@ def render(page: Page) -> str:
     """Render the page as HTML. Raises ModuleNotFoundError: the extra "report" is not installed."""
     import jinja2
 
-    files = resources.files("lowbit.report")
+    files = resources.files("lowbit_run.report")
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: files.joinpath(name).read_text("utf-8")), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,

@@ -91,8 +91,8 @@ def _subtitle(run: RunFiles) -> str:
     try:
         pipeline, model = run.config["pipeline"], run.config["model"]
         name = model.get("pretrained") or f"{model['family']}, {model['layers']} layers, width {model['dim']}"
-        formats = shown(pipeline["forward" if pipeline["boundary"] == "lowbit" else "boundary"])
-        return f"{run.folder} · {name} · {pipeline['schedule']} on {pipeline['ranks']} ranks · {formats}"
+        where = f"{pipeline['schedule']} on {pipeline['ranks']} ranks"
+        return f"{run.folder} · {name} · {where} · {shown(pipeline['forward'])}"
     except (KeyError, TypeError, AttributeError):  # a file that is missing, or that lowbit did not write
         return str(run.folder)
 

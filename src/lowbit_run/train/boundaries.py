@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from lowbit.codecs import Cast, Codec, backward_codec, parse, parse_pair
+from lowbit.codecs import Codec, backward_codec, parse, parse_pair
 from lowbit_run.config import ConfigError
 from lowbit_run.train.config import AUTO, PipelineConfig
 
@@ -65,11 +63,8 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
 
     if pipeline.is_auto:  # the most exact format, until the run has chosen
         return codecs_of(AUTO_FORMATS[:1] * boundaries)
-    if pipeline.boundary == "lowbit":
-        forward = each("forward", pipeline.forward)  # first: `backward_formats` takes it for valid
-        return Codecs(forward=forward, backward=each("backward", backward_formats(pipeline)))
-    plain = (Cast(dtype=stock_dtype(pipeline)),) * boundaries
-    return Codecs(forward=plain, backward=plain)
+    forward = each("forward", pipeline.forward)  # first: `backward_formats` takes it for valid
+    return Codecs(forward=forward, backward=each("backward", backward_formats(pipeline)))
 
 
 def codecs_of(pairs: Sequence[str]) -> Codecs:
@@ -79,32 +74,17 @@ def codecs_of(pairs: Sequence[str]) -> Codecs:
 
 
 def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
-    """Return `pipeline.backward`, or the default backward format of each format in `pipeline.forward`.
-
-    PyTorch's own stage has no codecs; for it, `pipeline.backward` is returned as it is.
-    """
+    """Return `pipeline.backward`, or the default backward format of each format in `pipeline.forward`."""
     if pipeline.is_auto:
         return (AUTO,)
-    if pipeline.backward or pipeline.boundary != "lowbit":
-        return pipeline.backward
-    return tuple(repr(backward_codec(parse(text))) for text in pipeline.forward)
+    return pipeline.backward or tuple(repr(backward_codec(parse(text))) for text in pipeline.forward)
 
 
 def in_full(pipeline: PipelineConfig) -> PipelineConfig:
-    """Write formats in full, as `repr` does, for files: the meaning of names and defaults may change.
-
-    PyTorch's own stage has no codecs; for it, the configuration is returned as it is. "auto" stays.
-    """
+    """Write formats in full, as `repr` does, for files: the meaning of names and defaults may change. "auto" stays."""
     if pipeline.is_auto:
         return replace(pipeline, backward=(AUTO,))
-    if pipeline.boundary != "lowbit":
-        return pipeline
     forward, backward = (
         tuple(repr(parse(text)) for text in texts) for texts in (pipeline.forward, backward_formats(pipeline))
     )
     return replace(pipeline, forward=forward, backward=backward)
-
-
-def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:
-    """Return the dtype in which stages hand over activations: bfloat16 for "stock-bf16", otherwise float32."""
-    return torch.bfloat16 if pipeline.boundary == "stock-bf16" else torch.float32

@@ -20,7 +20,6 @@ Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 Weights = Literal["fp32", "bf16", "int8", "nf4"]
-Boundary = Literal["lowbit", "stock-fp32", "stock-bf16"]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -199,8 +198,6 @@ class PipelineConfig:
     `model.pretrained`. A format with an open parameter, such as "TransformQuant(bits='auto')", needs 1 or more."""
     tied_rows: str = "bf16"
     """Format of a tied embedding's rows: weights one way, gradients back. "fp32" is exact, like the warm-up."""
-    boundary: Boundary = "lowbit"
-    """lowbit uses the formats above. stock-fp32 and stock-bf16 use PyTorch's own stage, for comparison."""
 
     def __post_init__(self) -> None:
         alone = self.forward == (AUTO,) and self.backward in ((), (AUTO,))
@@ -212,8 +209,8 @@ class PipelineConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the run chooses the formats, which PyTorch's own stage does not have."""
-        return self.forward == (AUTO,) and self.boundary == "lowbit"
+        """Whether the run chooses the formats."""
+        return self.forward == (AUTO,)
 
 
 @section("activations")
@@ -318,8 +315,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if every local rank has a GPU of its own, otherwise the CPU. cuda: local ranks share the GPUs."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Backend for messages between GPUs: gloo for slow networks, nccl for fast ones. auto: NCCL within a machine,
-    otherwise Gloo."""
+    """Backend of the sums over `pipeline.data_parallel` pipelines between GPUs: gloo for slow networks, nccl for fast
+    ones. auto: NCCL within a machine, otherwise Gloo. Everything else goes over Gloo."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Data type of matrix products; weights keep theirs. auto: bf16 where the device supports it."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0

@@ -1,4 +1,4 @@
-"""Choose a rank's device, its precision, and the backend of its messages."""
+"""Choose a rank's device, its precision, and the backend of its sums."""
 
 import contextlib
 import os
@@ -56,33 +56,25 @@ def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.de
 
 
 def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str:
-    """Choose the backend of messages between the ranks' devices, "gloo" or "nccl"; between CPUs always Gloo.
+    """Choose the backend of sums over several pipelines between devices, "gloo" or "nccl"; all else goes over Gloo.
 
     Raises:
-        ConfigError: the device, the number of devices or the kind of boundary rules out the configured backend.
+        ConfigError: NCCL is configured, and has nothing to do or cannot be used.
     """
-    name, boundary = config.run.backend, config.pipeline.boundary
-    if device.type == "cpu":
-        if name == "nccl":
-            raise ConfigError("run.backend is nccl; allowed on the CPU: auto or gloo")
-        return "gloo"
+    name, pipelines = config.run.backend, config.pipeline.data_parallel
     devices, local = torch.cuda.device_count(), local_ranks(ranks)
-    pytorch_stage = boundary != "lowbit" and ranks > 1
     problem = ""
-    if not dist.is_nccl_available():
+    if device.type == "cpu":
+        problem = "the ranks compute on the CPU"
+    elif pipelines == 1:
+        problem = "there is one pipeline, whose messages go over Gloo (pipeline.data_parallel is 1)"
+    elif not dist.is_nccl_available():
         problem = "this PyTorch has no NCCL"
     elif devices < local:
         problem = f"NCCL needs a device for each rank, and {local} ranks share {devices}"
-    if name == "auto":
-        name = "nccl" if not problem and (pytorch_stage or ranks == local) else "gloo"
     if name == "nccl" and problem:
         raise ConfigError(f"run.backend is nccl; {problem}; allowed: auto or gloo")
-    if name == "gloo" and pytorch_stage:
-        raise ConfigError(
-            f"pipeline.boundary is {boundary!r}; PyTorch's own stage cannot use Gloo from a GPU; "
-            "allowed: lowbit, or run.device=cpu, or NCCL" + (f" ({problem})" if problem else "")
-        )
-    return name
+    return "nccl" if name == "nccl" or (name == "auto" and not problem and ranks == local) else "gloo"
 
 
 def choose_autocast(precision: str, device: torch.device) -> torch.dtype | None:

@@ -134,16 +134,14 @@ class HeldOutEvaluation:
         ids = evaluated(windows, batch=batch, batches=batches)
         if not len(ids):
             return []
-        before = [(module, module.training, module.boundary_dtype) for module in self._modules.values()]
-        for module in self._modules.values():
+        before = [(module, module.training) for module in self._modules.values()]
+        for module, _ in before:
             module.eval()
-            module.boundary_dtype = torch.float32  # for codecs, whatever training's
         try:
             return list(self._sums(windows, ids.split(batch), chosen))
         finally:
-            for module, training, dtype in before:
+            for module, training in before:
                 module.train(training)
-                module.boundary_dtype = dtype
 
     def _sums(self, windows: Windows | Answers, batches: Sequence[Tensor], codecs: Sequence[Codec]) -> Iterator[Tensor]:
         """Yield `_sums_of` each batch of window ids, the same on every rank.

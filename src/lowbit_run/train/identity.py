@@ -68,8 +68,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     replace `run.precision`, which depends on their device.
     """
     model, lora, pipeline, storage = config.model, config.lora, config.pipeline, config.gradients.storage
-    lowbit_stages, elastic = pipeline.boundary == "lowbit", bool(config.elastic.lighthouse)
-    formats = in_full(pipeline)
+    formats, elastic = in_full(pipeline), bool(config.elastic.lighthouse)
     identity = {f"model.{key}": value for key, value in architecture(model, vocab=vocab).items()}
     identity |= {f"lora.{key}": value if lora.rank or key == "rank" else None for key, value in vars(lora).items()}
     identity |= {
@@ -87,11 +86,10 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "data.tokenizer": _tokenizer(config, data),
         "data.sequence": config.data.sequence,
         "data.batch": config.data.batch,
-        "pipeline.boundary": pipeline.boundary,
         "pipeline.microbatches": pipeline.microbatches,
-        "pipeline.forward": _once(formats.forward) if lowbit_stages else None,
-        "pipeline.backward": _once(formats.backward) if lowbit_stages else None,
-        _WARM_UP: config.codec_warmup_steps if lowbit_stages else None,
+        "pipeline.forward": _once(formats.forward),
+        "pipeline.backward": _once(formats.backward),
+        _WARM_UP: config.codec_warmup_steps,
         "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
         "elastic.name": config.elastic.name if elastic else None,
         "run.seed": config.run.seed,

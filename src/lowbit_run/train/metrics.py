@@ -8,7 +8,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,7 +288,6 @@ class Summary:
     bytes_sent: int
     bytes_saved: int
     seconds: float
-    boundary: str
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     ranks: int
@@ -345,7 +344,7 @@ def summarize(
         tokens_per_second=config.data.batch * config.data.sequence / seconds if seconds else None,
         seconds_per_step=seconds, bytes_per_step=_mean(settled, "bytes_sent") or 0.0,
         bytes_activations=history[-1].bytes_activations if history else None,
-        boundary=config.pipeline.boundary, forward=config.pipeline.forward, backward=backward_formats(config.pipeline),
+        forward=config.pipeline.forward, backward=backward_formats(config.pipeline),
         ranks=layout.ranks, stages=layout.stages, schedule=config.pipeline.schedule,
         model=None if model is None else str(model), chosen=chosen, changes=list(changes),
         round_trip_seconds=round_trip,
@@ -361,14 +360,15 @@ def read_summary(path: Path) -> Summary:
 
 
 def from_json(values: Mapping[str, Any]) -> Summary:
-    """Make a summary from JSON values that `dataclasses.asdict` produced."""
-    return Summary(**{**values, **{key: tuple(values[key]) for key in ("forward", "backward")}})
+    """Make a summary from JSON values that `dataclasses.asdict` produced, maybe in a version with other fields."""
+    known: dict[str, Any] = {field.name: values[field.name] for field in fields(Summary) if field.name in values}
+    known |= {key: tuple(values[key]) for key in ("forward", "backward")}
+    return Summary(**known)
 
 
 def _settled(config: TrainConfig, history: Sequence[StepMetrics], chosen: int) -> Sequence[StepMetrics]:
     """Return the steps after the warm-up, the last choice of formats and the step that sets them up, or else all."""
-    warmup = config.codec_warmup_steps if config.pipeline.boundary == "lowbit" else 0
-    after = [m for m in history if m.step > max(warmup, chosen)]
+    after = [m for m in history if m.step > max(config.codec_warmup_steps, chosen)]
     return after[1:] or after or history
 
 

@@ -1,7 +1,6 @@
-"""Pipeline stages and their schedule: with lowbit's stages or, for comparison, PyTorch's."""
+"""Pipeline stages and their schedule."""
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from lowbit.gradients import GradientStorage
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.boundary import warm_up
-from lowbit_run.train.boundaries import Codecs, stock_dtype
+from lowbit_run.train.boundaries import Codecs
 from lowbit_run.train.metrics import Work
 from lowbit_run.train.model import StageModule, next_token_loss
 
@@ -23,25 +22,6 @@ if TYPE_CHECKING:
 _COUNTED = (  # fields that a stage's traffic shares with `Work`
     "forward_bytes", "forward_elements", "backward_bytes", "backward_elements", "checksum_seconds", "wait_seconds",
 )  # fmt: skip
-
-
-class StockStage(PipelineStage):
-    """PyTorch's own stage, with a timer for its computing (on GPUs: for launching kernels)."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.compute_seconds = 0.0
-        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            setattr(self, name, self._timed(getattr(self, name)))
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            self.compute_seconds += time.perf_counter() - start
-            return result
-
-        return timed
 
 
 class Pipeline:
@@ -158,11 +138,14 @@ class Pipeline:
             "input_args": torch.empty(shape, dtype=torch.int64, device="meta") if module.first else activations,
             "output_args": logits if module.last else activations, "group": self._group,
         }  # fmt: skip
-        place = (module, index, self.layout.stages, self.device)
-        if self.config.pipeline.boundary != "lowbit":
-            return StockStage(*place, **common)
+        return self._new_stage(module, index, **common)
+
+    def _new_stage(self, module: StageModule, index: int, **common: Any) -> PipelineStage:
         return LowBitStage(
-            *place,
+            module,
+            index,
+            self.layout.stages,
+            self.device,
             **common,
             forward=dict(enumerate(self.codecs.forward)),
             backward=dict(enumerate(self.codecs.backward)),
@@ -178,37 +161,18 @@ class Pipeline:
             if 0 <= boundary < self.layout.stages - 1 and self.layout.crosses(boundary):
                 for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
                     if codec.settled:  # lanes compile the others after the warm-up
-                        warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
+                        warm_up(codec, shape, torch.float32, self.device)
 
     def _work(self, seconds: float) -> Work:
         work = Work()
-        if self.config.pipeline.boundary == "lowbit":
-            for index, stage in self.lowbit_stages.items():
-                traffic = stage.traffic
-                self._note_sent(index, traffic.forward_bytes, traffic.backward_bytes)
-                for name in _COUNTED:
-                    setattr(work, name, getattr(work, name) + getattr(traffic, name))
-                work.codec_seconds += traffic.codec_seconds + traffic.checksum_seconds
-                work.other_bytes += traffic.announced_bytes
-            work.compute_seconds = seconds - work.codec_seconds - work.wait_seconds
-            return work
-        for stage in self.stages:
-            assert isinstance(stage, StockStage)
-            work.compute_seconds += stage.compute_seconds
-            stage.compute_seconds = 0.0
-        work.wait_seconds = seconds - work.compute_seconds
-        # The bytes that PyTorch's stage sends follow from the shapes.
-        dtype = stock_dtype(self.config.pipeline)
-        rows = self.config.rows * self.config.pipeline.microbatches
-        for index, module in self.modules.items():
-            elements = rows * self.config.data.sequence * module.width
-            forward = elements * (index < self.layout.stages - 1 and self.layout.crosses(index))
-            backward = elements * (index > 0 and self.layout.crosses(index - 1))
-            work.forward_elements += forward
-            work.backward_elements += backward
-            self._note_sent(index, forward * dtype.itemsize, backward * dtype.itemsize)
-        work.forward_bytes = work.forward_elements * dtype.itemsize
-        work.backward_bytes = work.backward_elements * dtype.itemsize
+        for index, stage in self.lowbit_stages.items():
+            traffic = stage.traffic
+            self._note_sent(index, traffic.forward_bytes, traffic.backward_bytes)
+            for name in _COUNTED:
+                setattr(work, name, getattr(work, name) + getattr(traffic, name))
+            work.codec_seconds += traffic.codec_seconds + traffic.checksum_seconds
+            work.other_bytes += traffic.announced_bytes
+        work.compute_seconds = seconds - work.codec_seconds - work.wait_seconds
         return work
 
     def _note_sent(self, stage: int, forward: int, backward: int) -> None:

@@ -36,10 +36,9 @@ _DISTINCT, _GROWTH = 2.43, 0.717  # of WikiText-2 in SmolLM2's tokens, within 15
 
 
 def tied_codec(config: PipelineConfig) -> Codec:
-    """Return the codec of a tied embedding's rows; float32 with PyTorch's own stages."""
-    codec = codec_of("pipeline.tied_rows", config.tied_rows, check_summable)
+    """Return the codec of a tied embedding's rows."""
     codec_of("pipeline.tied_rows", config.tied_rows, check_flat)
-    return codec if config.boundary == "lowbit" else _EXACT
+    return codec_of("pipeline.tied_rows", config.tied_rows, check_summable)
 
 
 def expected_rows(tokens: int, vocab: int) -> int:

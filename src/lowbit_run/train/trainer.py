@@ -21,7 +21,6 @@ from lowbit.wire.traffic import Trace, sent_so_far, span
 from lowbit_run.job.stop import StopRequest
 from lowbit_run.train import optim
 from lowbit_run.train.activations import compress
-from lowbit_run.train.boundaries import stock_dtype
 from lowbit_run.train.checkpoints.save import together
 from lowbit_run.train.config import is_day
 from lowbit_run.train.cut import Share
@@ -56,12 +55,15 @@ class Trainer:
     """Trains on one rank and writes no files; every rank makes one.
 
     Attributes:
+        pipeline_kind: class of `pipeline`; measurements replace it.
         stop: the signal that asked this rank to end. stop_asked: whether one had asked any rank when the last step
             ended; the same on all ranks.
 
     Raises:
         AgreementError: ranks have different configurations, texts or versions.
     """
+
+    pipeline_kind: type[Pipeline] = Pipeline
 
     def __init__(self, prepared: Prepared, stop: StopRequest | None = None) -> None:
         self.stop, self.stop_asked = stop or StopRequest(), False
@@ -83,7 +85,7 @@ class Trainer:
         self.parameters = [p for p, _ in owned]
         others = [p for p, _ in trained if p is self.tied.follower]
         self.gradients = Gradients(self.parameters, prepared.storage, others=others)
-        self.pipeline = Pipeline(prepared, self.modules, self.gradients.storage, self.replicas.pipeline)
+        self.pipeline = self.pipeline_kind(prepared, self.modules, self.gradients.storage, self.replicas.pipeline)
         self.pipeline.followed = self.tied.state
         self.evaluation = HeldOutEvaluation(self.pipeline, self.replicas.side)
         names, lighthouse = gather_json(machine_name(), self.side), self.config.elastic.lighthouse
@@ -341,7 +343,7 @@ class Trainer:
         modules = {
             stage: StageModule(
                 model, layers=layout.layers_of(stage), first=stage == 0, last=stage == layout.stages - 1,
-                autocast=prepared.autocast, boundary_dtype=stock_dtype(config.pipeline),
+                autocast=prepared.autocast,
             )
             for stage in stages
         }  # fmt: skip

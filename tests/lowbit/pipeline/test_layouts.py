@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lowbit.collectives import PeerError
-from lowbit.pipeline.layouts import MESSAGE_BYTES, Constant, _run, layout_of, parse, receive_layouts, send_layouts
+from lowbit.pipeline import layouts as layouts_module
+from lowbit.pipeline.layouts import MESSAGE_BYTES, Constant, layout_of, parse, receive_layouts, send_layouts
+from lowbit.wire.pytorch import default_group
 from tests.lowbit.pipeline import toy
 from tests.lowbit.pipeline.toy import FP32
 from tests.processes import on_ranks
@@ -46,11 +48,13 @@ def test_what_shares_memory_or_has_gaps_arrives_without(x: torch.Tensor):
 
 @on_ranks
 def test_every_layout_arrives_as_it_is() -> None:
+    group = default_group()
     for layouts in ([layout_of(x) for x in LAYOUTS], []):
         if dist.get_rank() == 0:
-            send_layouts(layouts, None, 1, toy.CPU, 20)
+            send_layouts(layouts, group, 1, 20)
         else:
-            assert [facts(x) for x in receive_layouts(None, 0, toy.CPU, 20)] == [*map(facts, LAYOUTS[: len(layouts)])]
+            received = receive_layouts(group, 0, "rank 0", 20)
+            assert [facts(x) for x in received] == [*map(facts, LAYOUTS[: len(layouts)])]
 
 
 GOOD: dict[str, Any] = {
@@ -84,13 +88,13 @@ def test_layouts_that_cannot_be_or_cross_are_refused():
     changed = [json.dumps([GOOD | change]).encode() for change in BAD]
     no_lists = (b'{"shape": [2]}', b"1", b'"text"', b"[1]", b"[[]]", b"")
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    many = [torch.empty(2)] * 1000
+    many, not_used = [torch.empty(2)] * 1000, mock.Mock()
     refused(
         *((partial(parse, text), ValueError, "is not the layout of a tensor") for text in changed),
         *((partial(parse, text), ValueError, "is no|Expecting value") for text in no_lists),
         (lambda: layout_of(torch.eye(3).to_sparse()), TypeError, "a sparse_coo tensor cannot cross .*: dense tensors"),
         (lambda: layout_of(nested), TypeError, "a nested tensor cannot cross .*; allowed: dense tensors"),
-        (lambda: send_layouts(many, None, 0, toy.CPU, 20), ValueError, "the layouts of 1000 tensors .* allowed: 16384"),
+        (lambda: send_layouts(many, not_used, 0, 20), ValueError, "the layouts of 1000 tensors .* allowed: 16384"),
     )
 
 
@@ -116,10 +120,10 @@ def test_a_peer_that_sends_something_else_is_named(text: bytes, said: str) -> No
     """Rank 0 sends a text of its own when the upper stage, of rank 1, wants layouts."""
     if dist.get_rank() == 0:
         message = torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-        _run(dist.isend, message, None, 1, 20)
+        default_group().send([message], 1, layouts_module._TAG).wait()
         return
     with pytest.raises(PeerError, match=f"^rank 0 sent something other than layouts of tensors: {said}") as caught:
-        receive_layouts(None, 0, toy.CPU, 20)
+        receive_layouts(default_group(), 0, "rank 0", 20)
     assert caught.value.rank == 0
     assert not hasattr(dist, "unpickled")
 

@@ -21,7 +21,7 @@ SUMMARY = Summary(
     steps=7, steps_here=7, loss=1.3, held_out_loss=1.25, held_out_loss_codecs=1.26, tokens_per_second=900.0,
     seconds_per_step=1.0, bits_forward=4.4, bits_backward=6.5, bits_gradients=None, bytes_per_step=10.0,
     compute_seconds=0.1, codec_seconds=0.1, wait_seconds=0.1, bytes_activations=None, bytes_sent=70, bytes_saved=400,
-    seconds=7.0, boundary="lowbit", forward=("tah-quant",), backward=("int6",), ranks=2, stages=2, schedule="1F1B",
+    seconds=7.0, forward=("tah-quant",), backward=("int6",), ranks=2, stages=2, schedule="1F1B",
     model=None,
 )  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     assert from_mapping(tomllib.loads(result.stdout.partition("\n\nranks ")[0])).pipeline.ranks == 4
     shown = " ".join(result.stdout.split())
     for part in (
-        "ranks 4 on cpu, messages over gloo",
+        "ranks 4 on cpu, messages over Gloo",
         "schedule 1F1B, 4 micro-batches of 2 windows",
         "stage 3 rank 3, layers 6 to 7",
         "boundary 0 to 2 forward TransformQuant(",

@@ -56,38 +56,39 @@ def test_devices_that_are_not_used_are_told_of(machine, caplog: pytest.LogCaptur
     assert "1 CUDA devices for 2 ranks: computing on the CPU" in caplog.text
 
 
-def backend(device: torch.device, name: str, boundary: str) -> str:
-    config = TrainConfig(run=RunConfig(backend=name), pipeline=PipelineConfig(boundary=boundary))  # pyright: ignore
+def backend(device: torch.device, name: str, pipelines: int) -> str:
+    config = TrainConfig(run=RunConfig(backend=name), pipeline=PipelineConfig(data_parallel=pipelines))  # pyright: ignore
     return choose_backend(config, device, ranks=4)
 
 
 @pytest.mark.parametrize(
-    ("name", "boundary", "here", "devices", "nccl", "expected"),
+    ("name", "pipelines", "here", "devices", "nccl", "expected"),
     [
-        ("auto", "lowbit", 4, 4, True, "nccl"),  # one machine
-        ("auto", "lowbit", 2, 2, True, "gloo"),  # several
-        ("auto", "lowbit", 4, 1, True, "gloo"),  # shared
-        ("auto", "lowbit", 4, 4, False, "gloo"),
-        ("auto", "stock-fp32", 2, 2, True, "nccl"),
-        ("nccl", "lowbit", 2, 2, True, "nccl"),
-        ("gloo", "lowbit", 4, 4, True, "gloo"),
+        ("auto", 2, 4, 4, True, "nccl"),  # one machine
+        ("auto", 2, 2, 2, True, "gloo"),  # several
+        ("auto", 2, 4, 1, True, "gloo"),  # shared
+        ("auto", 2, 4, 4, False, "gloo"),
+        ("auto", 1, 4, 4, True, "gloo"),  # no sums over pipelines
+        ("nccl", 2, 2, 2, True, "nccl"),
+        ("gloo", 2, 4, 4, True, "gloo"),
+        ("gloo", 1, 4, 4, True, "gloo"),
     ],
 )
-def test_slow_networks_get_gloo(machine, name, boundary, here, devices, nccl, expected):
+def test_slow_networks_get_gloo(machine, name, pipelines, here, devices, nccl, expected):
     machine(devices=devices, here=here, nccl=nccl)
-    assert backend(CUDA, name, boundary) == expected
+    assert backend(CUDA, name, pipelines) == expected
 
 
 def test_impossible_backends_are_errors(machine):
-    for name, boundary, devices, nccl, message in [
-        ("nccl", "lowbit", 4, False, "run.backend is nccl; this PyTorch has no NCCL"),
-        ("nccl", "lowbit", 1, True, "a device for each rank, and 4 ranks share 1; allowed"),
-        ("gloo", "stock-fp32", 4, True, "'stock-fp32'; PyTorch's own stage cannot use Gloo"),
-        ("auto", "stock-bf16", 1, True, r"or NCCL \(NCCL needs a device for each rank"),
+    for device, pipelines, devices, nccl, problem in [
+        (CUDA, 2, 4, False, "this PyTorch has no NCCL"),
+        (CUDA, 2, 1, True, "NCCL needs a device for each rank, and 4 ranks share 1"),
+        (CUDA, 1, 4, True, r"there is one pipeline, whose messages go over Gloo \(pipeline.data_parallel is 1\)"),
+        (torch.device("cpu"), 2, 4, True, "the ranks compute on the CPU"),
     ]:
         machine(devices=devices, here=4, nccl=nccl)
-        with pytest.raises(ConfigError, match=message):
-            backend(CUDA, name, boundary)
+        with pytest.raises(ConfigError, match=f"^run.backend is nccl; {problem}; allowed: auto or gloo$"):
+            backend(device, "nccl", pipelines)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -87,6 +87,11 @@ def test_an_option_that_a_checkpoint_does_not_know_had_its_default(tmp_path: Pat
         assert changes_between(before, changed, step=2) == [Change(key, default, other)]
 
 
+def test_an_option_that_is_gone_changes_nothing(tmp_path: Path):
+    now = identity(tiny(tmp_path))
+    assert changes_between(now | {"pipeline.boundary": "lowbit"}, now, step=2) == []
+
+
 def test_what_is_gone_not_recorded_or_foreign_is_a_change(tmp_path: Path):
     config = tiny(tmp_path)
     now = identity(config)

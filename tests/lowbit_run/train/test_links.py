@@ -59,8 +59,7 @@ def _on_two_machines(config: TrainConfig) -> list[StepMetrics]:
 
 
 def test_bytes_of_links_add_up_to_those_sent(ranks: Ranks, tmp_path: Path):
-    config = tiny(tmp_path, pipeline={"boundary": "stock-fp32"})
-    here, there = ranks.run(_on_two_machines, config, timeout=LIMIT)
+    here, there = ranks.run(_on_two_machines, tiny(tmp_path), timeout=LIMIT)
     for metrics, other in zip(here, there, strict=True):
         assert metrics.links.keys() == {link_name(0, 1), link_name(1, 0)}
         assert sum(metrics.links.values()) == metrics.bytes_sent

@@ -54,27 +54,18 @@ def test_a_pipeline_has_the_losses_of_a_single_process(
     assert ranks.run(losses, config, timeout=LIMIT) == [alone, alone]
 
 
-def test_stock_stages_and_float32_codecs_are_the_same_run(ranks: Ranks, tmp_path: Path):
+def test_every_byte_between_stages_is_counted(ranks: Ranks, tmp_path: Path):
     config = tiny(tmp_path)
-    ours = ranks.run(steps, config, timeout=LIMIT)[0]
+    found = ranks.run(steps, config, timeout=LIMIT)[0]
     told = json.loads((tmp_path / "run" / "config.json").read_text())["pipeline"]
     assert told["backward"] == ["Cast(dtype=torch.float32)"], "the default beside fp32"
-    stock = ranks.run(steps, again(config, pipeline={"boundary": "stock-fp32"}), timeout=LIMIT)[0]
-    assert [m.loss for m in ours] == [m.loss for m in stock]
     elements, checksums = 8 * 16 * 32, 4 * CHECKSUM_BYTES
-    for runs, more in ((ours, checksums), (stock, 0)):  # PyTorch's own stage sends none
-        for metrics in runs:
-            bits = 32 + 8 * more / elements
-            assert (metrics.bits_forward, metrics.bits_backward) == (bits, bits)
-            assert metrics.parts["boundaries"] == 2 * (4 * elements + more)
-            assert metrics.bytes_sent == sum(metrics.parts.values())
-            assert metrics.bytes_saved == -2 * more
-    halved = ranks.run(steps, again(config, pipeline={"boundary": "stock-bf16"}), timeout=LIMIT)[0]
-    assert [m.loss for m in halved] == pytest.approx([m.loss for m in ours], abs=0.01)
-    assert halved[-1].loss != ours[-1].loss
-    for metrics in halved:
-        assert (metrics.bits_forward, metrics.bits_backward) == (16, 16)
-        assert metrics.bytes_saved == metrics.parts["boundaries"] == 2 * 2 * elements
+    for metrics in found:
+        bits = 32 + 8 * checksums / elements
+        assert (metrics.bits_forward, metrics.bits_backward) == (bits, bits)
+        assert metrics.parts["boundaries"] == 2 * (4 * elements + checksums)
+        assert metrics.bytes_sent == sum(metrics.parts.values())
+        assert metrics.bytes_saved == -2 * checksums
 
 
 AUTO = "TransformQuant(bits='auto')"

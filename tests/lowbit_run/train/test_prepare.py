@@ -11,7 +11,7 @@ from tests.lowbit_run.train.runs import again, tiny
 from tests.refused import refused
 
 WRONG: list[tuple[dict[str, dict[str, Any]], str]] = [
-    ({"run": {"backend": "nccl", "device": "cpu"}}, "run.backend is nccl; allowed on the CPU: auto or gloo"),
+    ({"run": {"backend": "nccl", "device": "cpu"}}, "run.backend is nccl; the ranks compute on the CPU; allowed: auto"),
     ({"data": {"text": "absent.txt"}}, r"data\.text has '.*absent\.txt', where there is no file"),
     ({"data": {"text": "empty.txt"}}, r"data\.text empty\.txt is empty"),
     ({"data": {"sequence": 100_000}}, "sequence is 100000; .* has 10165 tokens to train on; allowed: at least"),

@@ -73,7 +73,7 @@ def test_only_rows_of_the_tokens_that_occur_cross(ranks: Ranks, tmp_path: Path, 
         ("gpt2", THREE),
         ("qwen3", {"data_parallel": 2, "microbatches": 2}),
         ("llama", {"warmup_steps": 4, "tied_rows": "bf16"}),
-        ("mistral", {"boundary": "stock-fp32", "tied_rows": "bf16"}),
+        ("mistral", {}),
     ],
 )
 def test_rows_in_float32_are_the_training_of_a_single_process(
@@ -82,7 +82,7 @@ def test_rows_in_float32_are_the_training_of_a_single_process(
     """Rows that no text holds decay as well, which the saved weights show."""
     run, gradients = {"steps": 4, "save_model": True}, {"all_reduce": "fp32"}
     config = tied(tmp_path, model={"family": family, "tied": True}, run=run, pipeline=pipeline, gradients=gradients)
-    alone = again(config, pipeline=ONE | {"boundary": "lowbit", "microbatches": 4})
+    alone = again(config, pipeline=ONE | {"microbatches": 4})
     expected, whole = losses(alone), _saved(alone)
     for outcome in ranks.run(losses, config, ranks=config.ranks, timeout=LIMIT):
         assert outcome == pytest.approx(expected, rel=2e-5)

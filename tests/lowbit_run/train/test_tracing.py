@@ -84,15 +84,11 @@ def _lies_in(event: dict[str, Any], other: dict[str, Any]) -> bool:
     return event["pid"] == other["pid"] and other["ts"] <= event["ts"] and _end(event) <= _end(other) and event != other
 
 
-@pytest.mark.parametrize("schedule", ["stock", "ZBVZeroBubble"])
-def test_other_stages_and_schedules_are_traced(ranks: Ranks, tmp_path: Path, schedule: str):
-    v_shaped = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
-    pipeline = {"boundary": "stock-fp32"} if schedule == "stock" else v_shaped
-    config = tiny(tmp_path, pipeline=pipeline, run=TRACED)
+def test_weight_passes_are_traced(ranks: Ranks, tmp_path: Path):
+    config = tiny(tmp_path, pipeline={"schedule": "ZBVZeroBubble", "stages_per_rank": 2}, run=TRACED)
     ranks.run(_steps, config, timeout=LIMIT)
     names = {event["name"] for event in _spans(config)}
-    assert {"forward", "backward"} <= names
-    assert ("weight" in names) == (schedule != "stock")
+    assert {"forward", "backward", "weight"} <= names
 
 
 @pytest.mark.parametrize(

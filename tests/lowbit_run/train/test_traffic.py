@@ -32,7 +32,6 @@ MODES: dict[str, tuple[dict[str, dict[str, Any]], set[str]]] = {
     "tied": ({"pipeline": {"warmup_steps": 1}, "run": {"save_model": True}}, {"boundaries", "evaluation", *ALONE}),
     "replicas": ({"pipeline": {"data_parallel": 2}, "gradients": {"all_reduce": "fp8"}}, {"boundaries", "gradients"}),
     "interleaved": ({"model": {"layers": 6}, "pipeline": LAPS}, {"boundaries", "evaluation"}),
-    "stock": ({"model": {"tied": False}, "pipeline": {"boundary": "stock-bf16"}}, {"boundaries", "evaluation"}),
     "chosen formats": ({"pipeline": {"forward": "auto"}, "run": {"steps": 8}}, {"boundaries", "tied embedding"}),
 }
 

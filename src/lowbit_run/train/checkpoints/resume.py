@@ -182,8 +182,6 @@ class _Sources:
     def _take_codecs(self) -> Iterator[str]:
         """Choose memories for this rank's lanes; yield the boundaries whose codecs start empty."""
         pipeline = self._pipeline
-        if pipeline.config.pipeline.boundary != "lowbit":
-            return
         in_warm_up = self._saved.step < pipeline.config.codec_warmup_steps
         for stage in range(pipeline.layout.stages):
             for lane, end, codec in ends_of(pipeline.layout, pipeline.codecs, stage):

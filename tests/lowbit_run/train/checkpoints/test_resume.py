@@ -167,7 +167,6 @@ CHANGES: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
     ({"run": {"steps": 9, "seed": 5}}, ["run.seed", "run.steps"]),
     ({"pipeline": {"forward": "int4"}}, ["pipeline.forward", "pipeline.backward"]),
     ({"pipeline": {"warmup_steps": 7}}, ["pipeline.warmup_steps"]),
-    ({"pipeline": {"boundary": "stock-fp32"}}, ["pipeline.boundary"]),
     ({"gradients": {"storage": "fp8"}}, ["gradients.storage"]),
     ({"activations": {"bits": 4}}, ["activations.bits"]),
     ({"run": {"precision": "bf16"}}, ["run.precision"]),
