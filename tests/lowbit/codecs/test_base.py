@@ -77,6 +77,8 @@ def test_scale_free(codec: Codec, size: float) -> None:
     """Tiny gradients survive: nothing underflows where float32 itself does not."""
     if isinstance(codec, Cast) and codec.dtype == torch.float16:
         pytest.skip("float16 itself underflows and overflows there: that is what this codec is")
+    if isinstance(codec, TAHQuant) and codec.metadata == "float16":
+        pytest.skip("its scales and zeros are float16, as published")
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(4)) * size
     assert relative_error(codec.round_trip(x), x) <= room_of(codec).expected_error(codec)
 
@@ -161,7 +163,7 @@ def stateless(shape: tuple[int, ...]) -> st.SearchStrategy[Codec]:
         st.builds(GroupInt, bits=st.integers(2, 8), group=group, symmetric=st.booleans()),
         st.builds(BlockFloat8, block=st.sampled_from([32, 128, 4096])),
         st.builds(TAHQuant, tile=st.sampled_from([8, 64]), pivot_ratio=st.sampled_from([None, 2.0]),
-            allocation=st.sampled_from(["range", "tile", "token"])),
+            allocation=st.sampled_from(["range", "tile", "token"]), metadata=st.sampled_from(["octaves", "float16"])),
     ]  # fmt: skip
     if not shape or shape[-1]:
         ones, outliers = torch.ones(2, size), st.integers(0, size - 1).map(lambda count: tuple(range(count)))

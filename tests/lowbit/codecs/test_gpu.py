@@ -53,6 +53,8 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
         flat[flat.numel() // 2] = torch.nan
         flat[flat.numel() // 2 + 1] = torch.inf
         x.view(-1, shape[-1])[-1] = 0
+    if kind == "wide":  # pivots so large that they are sent apart, the last of a tile of 128, too
+        x.view(-1)[7::50], x.view(-1)[127::600] = 1e5, -1e9
     return x.to(dtype)
 
 
@@ -97,6 +99,8 @@ def cases() -> Iterator[tuple[Codec, tuple[int, ...], torch.dtype, str]]:
         yield GroupInt(bits=3, group=32), (2, 300), dtype, "hard"
         yield TAHQuant(pivot_ratio=2.0), (1, 3, 300), dtype, "hard"
     yield TAHQuant(tile=16), (3, 100, 16), torch.float32, "gaussian"  # scopes of 256 and 44 tiles
+    for codec in (TAHQuant(), TAHQuant(tile=128), TAHQuant(tile=8, high_bits=8), TAHQuant.published()):
+        yield codec, (1, 3, 300), torch.float32, "wide"
 
 
 @pytest.mark.parametrize(("codec", "shape", "dtype", "kind"), [*cases()])

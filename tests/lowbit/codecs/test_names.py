@@ -204,6 +204,7 @@ REFUSED = {
     "TAHQuant(high_fraction='all')": "high_fraction is 'all'",
     "TAHQuant(pivot_ratio=1.0)": r"pivot_ratio is 1\.0; allowed: more than 1",
     "TAHQuant(allocation='row')": "allocation is 'row'; allowed: 'range', 'tile', 'token'",
+    "TAHQuant(metadata='bf16')": "metadata is 'bf16'; allowed: 'octaves', 'float16'",
     "TAHQuant.published(allocation='range')": "allocation is 'range'; allowed: 'tile', 'token'",
     **{f"TransformQuant(bits={bad})": f"bits is {bad}; allowed: " for bad in ("0", "-1", "17", "True", "'much'")},
     "TransformQuant(step='channel')": "step is 'channel'; allowed: 'token', 'message'",

@@ -67,6 +67,7 @@ def calls_of(module: Any, codec: Codec, *settings: Any, encode: tuple[Any, ...],
 
 def tah_quant_calls(codec: TAHQuant) -> list[Call]:
     settings = codec.tile, codec.high_bits, codec.low_bits, 1 - codec.high_fraction, codec.allocation
+    settings += (codec.metadata == "float16",)
     last = {"encode": (codec.pivot_ratio,), "decode": (codec.pivot_ratio is not None, False)}
     return calls_of(tah_quant, codec, *settings, **last)
 

@@ -132,9 +132,9 @@ def test_wrong_tensors_are_refused(name: str) -> None:
 def test_wrong_settings_are_refused() -> None:
     x, payload, lowbit = torch.randn(1, 1, 64), torch.zeros(64, dtype=torch.uint8), torch.ops.lowbit
     rows = [
-        (lowbit.tah_quant_encode, (x, payload, 63, 4, 3, 0.2, "tile", None), "tile is 63"),
-        (lowbit.tah_quant_encode, (x, payload, 64, 4, 5, 0.2, "tile", None), "low_bits is 5, high_bits 4"),
-        (lowbit.tah_quant_encode, (x, payload, 64, 4, 3, 0.2, "row", None), "allocation is 'row'"),
+        (lowbit.tah_quant_encode, (x, payload, 63, 4, 3, 0.2, "tile", False, None), "tile is 63"),
+        (lowbit.tah_quant_encode, (x, payload, 64, 4, 5, 0.2, "tile", False, None), "low_bits is 5, high_bits 4"),
+        (lowbit.tah_quant_encode, (x, payload, 64, 4, 3, 0.2, "row", False, None), "allocation is 'row'"),
         (lowbit.block_float8_encode, (x.view(-1), payload, "e3m4", 64, None, False),
          "format is 'e3m4', block 64; allowed: 'e4m3', 'e5m2'"),
         (lowbit.gated_recompute, (payload, None, x, "tanh", 4, 64), "activation is 'tanh'; allowed: 'silu', 'gelu'"),

@@ -8,8 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.tah_quant.reference import MID_SHARE, ROTATABLE, kernel_geometry
-from lowbit.kernels.cpu.formulas import INTEGER_BITS
+from lowbit.codecs.tah_quant.cpu_choice import choose, count_flags, put_tile_keys, put_token_key, read_checked_flags
+from lowbit.codecs.tah_quant.reference import (
+    APART_MOST,
+    APART_SHARE,
+    APART_SHIFT,
+    APART_ZERO,
+    LAST_APART,
+    MID_SHARE,
+    ROTATABLE,
+    kernel_geometry,
+)
 from lowbit.kernels.cpu.jit import helper, kernel, over_rows
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections, widen, zero_gaps
 from lowbit.kernels.cpu.memory import (
@@ -22,33 +31,28 @@ from lowbit.kernels.cpu.memory import (
     put_float,
     put_half,
     put_int,
-    put_word,
 )
 from lowbit.kernels.cpu.operations import (
     add32,
     bits_float,
     byte_of_flags,
-    flags_of_byte,
     float_bits,
+    from_fp16,
     greater,
     greater32,
     key_value,
     lesser,
-    lesser32,
-    level,
-    log2,
     magnitude,
     order_key,
     power_of_two,
     round_signed,
     step_below,
     steps_below,
+    to_fp16,
     truncate,
-    weighted_log,
 )
 from lowbit.kernels.cpu.runs import (
     HALF,
-    KEY_INFINITY,
     LARGEST,
     ONE,
     SMALLEST,
@@ -56,19 +60,19 @@ from lowbit.kernels.cpu.runs import (
     are_finite,
     decode_run,
     encode_run,
-    entropy_sums_64,
     put_extremes,
 )
 
 RANGE, TILE, TOKEN, NONE = 0, 1, 2, 3
 ALLOCATIONS = {"range": RANGE, "tile": TILE, "token": TOKEN}
-INFINITY, NAN = np.float32(np.inf), np.float32(np.nan)
+INFINITY, NAN, TWO = np.float32(np.inf), np.float32(np.nan), np.float32(2)
+NAN_FLOAT16 = 0x7E00
 
 
 _Message = namedtuple(
     "_Message",
-    "source kind rows channels tile tiles full mode high_bits low_bits width share ratio norm scope_rows scopes low "
-    "low_last flag_bytes row_bytes saved exponents scales mids pivots widths codes",
+    "source kind rows channels tile tiles full mode high_bits low_bits float16 width share ratio norm scope_rows "
+    "scopes low low_last flag_bytes row_bytes saved exponents scales mids pivots widths codes",
 )
 """Addresses of a tensor and of the sections of its payload, and the numbers of its `TAHGeometry`."""
 
@@ -80,7 +84,7 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
     zero_gaps(payload, geo.layout)
     message = _Message(
         x.data_ptr(), KINDS[x.dtype], geo.rows, geo.channels, geo.tile, geo.tiles, geo.full,
-        ALLOCATIONS[geo.allocation] if geo.low else NONE, geo.high_bits, geo.low_bits, geo.mid_bytes,
+        ALLOCATIONS[geo.allocation] if geo.low else NONE, geo.high_bits, geo.low_bits, geo.float16, geo.mid_bytes,
         MID_SHARE[geo.mid_bytes], ratio, geo.tile**-0.5,
         geo.scope_rows, geo.scopes, geo.low, geo.low_last, geo.flag_bytes, geo.row_bytes, geo.saved,
         *(at[name] for name in ("exponents", "scales", "mids", "pivots", "widths", "codes")),
@@ -88,7 +92,7 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
     nbytes = 4 * geo.channels + 20 * geo.tiles + 5 * geo.tile + 8
 
     def notes(rows: int, scopes: int) -> tuple[Tensor, ...]:
-        """Allocate half ranges, middles, keys and flags for a number of tokens and scopes."""
+        """Allocate half ranges and middles (float16: ranges and minima), keys and flags for tokens and scopes."""
         tiles = torch.empty(2, rows * geo.tiles)
         keys = torch.empty(scopes * geo.per_scope, dtype=torch.int32)
         return *tiles, keys, torch.zeros(scopes * geo.flag_bytes * 8, dtype=torch.uint8)
@@ -138,7 +142,10 @@ def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
         for t in range(tiles):
             put_extremes(x + 4 * t * tile, min(tile, channels - t * tile), low + 4 * t, high + 4 * t)
         for t in range(tiles):
-            _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
+            if m.float16:
+                _put_span(get_int(low, t), get_int(high, t), extents, mids, first + t)
+            else:
+                _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
         if mode == TILE:
             put_tile_keys(x, tile, full, low, high, keys + 4 * row * full, sums)
         elif mode == TOKEN:
@@ -148,11 +155,18 @@ def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
                 pivot, at = 0, x + 4 * t * tile
                 if t < full:
                     pivot = _find_pivot(at, tile, get_int(low, t), get_int(high, t), ratio)
-                put_byte(m.pivots, first + t, pivot)
                 if pivot:
-                    spin(at, tile, pivot & 127, norm, spun)
+                    plain = _half(get_int(low, t), get_int(high, t))
+                    peak = spin(at, tile, pivot, m.float16, norm, spun)
                     put_extremes(spun, tile, low + 4 * t, high + 4 * t)
-                    _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
+                    if m.float16:
+                        _put_span(get_int(low, t), get_int(high, t), extents, mids, first + t)
+                    else:
+                        pivot = _put_turned(
+                            get_int(low, t), get_int(high, t), plain, pivot, peak, peak * norm, share,
+                            extents, mids, first + t,
+                        )  # fmt: skip
+                put_byte(m.pivots, first + t, pivot)
         if mode == RANGE:
             for t in range(full):
                 put_int(keys, row * full + t, order_key(get_float(extents, first + t)))
@@ -189,8 +203,38 @@ def _put_extent(low, high, share, extents, mids, i):
 
 
 @helper
+def _half(low, high) -> Any:
+    """Half the range."""
+    return lesser(key_value(high), LARGEST) * HALF - greater(key_value(low), -LARGEST) * HALF
+
+
+@helper
+def _put_turned(low, high, plain, pivot, peak, offset, share, extents, mids, i) -> Any:
+    """Measure a tile that was rotated without its pivot; return the byte of its pivot, 0 for the tile as it was."""
+    half = _half(low, high)
+    if half > plain * TWO:
+        return 0
+    mid = lesser(key_value(high), LARGEST) * HALF + greater(key_value(low), -LARGEST) * HALF
+    if magnitude(mid + offset) * share > half or pivot == LAST_APART:
+        put_float(extents, i, greater(half, magnitude(peak) * np.float32(APART_SHARE)))
+        put_float(mids, i, mid)
+        return pivot
+    put_float(extents, i, half)
+    put_float(mids, i, mid + offset)
+    return pivot + LAST_APART
+
+
+@helper
+def _put_span(low, high, extents, mids, i) -> None:
+    """Range and minimum of a tile."""
+    least = greater(key_value(low), -LARGEST)
+    put_float(extents, i, lesser(key_value(high), LARGEST) - least if are_finite(low, high) else INFINITY)
+    put_float(mids, i, least)
+
+
+@helper
 def _find_pivot(x, count, low, high, ratio) -> Any:
-    """128 + position of the tile's pivot, or 0."""
+    """1 + position of the tile's pivot, or 0."""
     least, most = key_value(low), key_value(high)
     first, other = greater(most, -least), lesser(most, -least)
     # The other end of the range is a lower bound of the second magnitude, which decides most tiles.
@@ -206,33 +250,27 @@ def _find_pivot(x, count, low, high, ratio) -> Any:
     position = 0
     while magnitude(get_float(x, position)) != first:
         position += 1
-    return 128 + position
+    return 1 + position
 
 
 @kernel
 def _code(m, extents, mids, keys, flags, scratch, start, stop) -> None:
     """Write parameters and codes of every tile."""
-    channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
+    if m.float16:
+        _code_float16(m, extents, mids, flags, scratch, start, stop)
+        return
+    channels, tile, tiles = m.channels, m.tile, m.tiles
     line, octave, bits = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
     inverse, shift, middle = bits + 4 * tiles, bits + 8 * tiles, bits + 12 * tiles
     spun = middle + 4 * tiles
     codes = spun + 4 * tile
-    in_row = 0 if mode == NONE else 1 if mode == TOKEN else full
-    norm = np.float32(m.norm)
-    scope, begun = start // m.scope_rows, start % m.scope_rows
-    before = scope * m.low + count_flags(flags + 8 * scope * m.flag_bytes, begun * in_row)
-    to = m.codes + start * m.row_bytes - before * m.saved
+    norm, to = np.float32(m.norm), _first_code(m, flags, start)
     for row in range(start, stop):
         x, first = m.source + 4 * row * channels, row * tiles
         if m.kind != FLOAT32:
             widen(m.source, m.kind, row * channels, channels, line)
             x = line
-        chosen = flags + 8 * (row // m.scope_rows) * m.flag_bytes + row % m.scope_rows * in_row
-        for t in range(tiles):
-            low = mode != NONE and t < full and get_byte(chosen, t) > 0
-            if mode == TOKEN:
-                low = get_byte(chosen, 0) > 0
-            put_int(bits, t, m.low_bits if low else m.high_bits)
+        _put_bits(m, flags, row, bits)
         exponent = _set_octaves(extents + 4 * first, tiles, bits, octave)
         put_byte(m.exponents, row, exponent)
         _parameters(
@@ -247,12 +285,85 @@ def _code(m, extents, mids, keys, flags, scratch, start, stop) -> None:
         for t in range(tiles):
             at, count, b = x + 4 * t * tile, min(tile, channels - t * tile), get_int(bits, t)
             top = power_of_two(b) - ONE if get_int(octave, t) else ZERO
-            pivot = get_byte(m.pivots, first + t) if m.width == 2 else 0
-            if pivot:
-                spin(at, tile, pivot & 127, norm, spun)
-                at = spun
+            pivot = np.int64(get_byte(m.pivots, first + t)) if m.width == 2 else 0
             factor, added = get_float(inverse, t), get_float(shift, t)
+            if pivot:
+                peak = spin(at, tile, pivot, False, norm, spun)
+                at = spun
+                if pivot > LAST_APART:
+                    added += peak * norm * factor
+                else:
+                    added = (power_of_two(b) - ONE) * HALF - get_float(mids, first + t) * factor
+                    step = step_below(get_byte(m.scales, first + t), exponent * 16 + 15)
+                    put_half(m.mids, first + t, _distance(peak, step))
             to = encode_run(at, count, factor, added, top, b, to, codes)
+
+
+@helper
+def _put_bits(m, flags, row, bits) -> None:
+    """Write the widths of a token's tiles."""
+    in_row = 0 if m.mode == NONE else 1 if m.mode == TOKEN else m.full
+    chosen = flags + 8 * (row // m.scope_rows) * m.flag_bytes + row % m.scope_rows * in_row
+    for t in range(m.tiles):
+        low = m.mode != NONE and t < m.full and get_byte(chosen, t) > 0
+        if m.mode == TOKEN:
+            low = get_byte(chosen, 0) > 0
+        put_int(bits, t, m.low_bits if low else m.high_bits)
+
+
+@helper
+def _first_code(m, flags, row) -> Any:
+    """Address of a token's first code."""
+    in_row = 0 if m.mode == NONE else 1 if m.mode == TOKEN else m.full
+    scope, begun = row // m.scope_rows, row % m.scope_rows
+    before = scope * m.low + count_flags(flags + 8 * scope * m.flag_bytes, begun * in_row)
+    return m.codes + row * m.row_bytes - before * m.saved
+
+
+@helper
+def _code_float16(m, extents, mids, flags, scratch, start, stop) -> None:
+    """`_code` with a scale and a zero for each tile: see `reference._quantize_float16`."""
+    channels, tile, tiles = m.channels, m.tile, m.tiles
+    line, bits, spun = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
+    codes = spun + 4 * tile
+    norm, to = np.float32(m.norm), _first_code(m, flags, start)
+    for row in range(start, stop):
+        x, first = m.source + 4 * row * channels, row * tiles
+        if m.kind != FLOAT32:
+            widen(m.source, m.kind, row * channels, channels, line)
+            x = line
+        _put_bits(m, flags, row, bits)
+        for t in range(tiles):
+            at, count, b = x + 4 * t * tile, min(tile, channels - t * tile), get_int(bits, t)
+            span, least = get_float(extents, first + t), get_float(mids, first + t)
+            scale, finite = span / (power_of_two(b) - ONE), span < INFINITY
+            put_half(m.scales, first + t, to_fp16(scale if finite else ZERO))
+            put_half(m.mids, first + t, to_fp16(least) if finite else NAN_FLOAT16)
+            pivot = np.int64(get_byte(m.pivots, first + t)) if m.ratio > ZERO else 0
+            if pivot:
+                spin(at, tile, pivot, True, norm, spun)
+                at = spun
+            used = finite and scale > ZERO
+            divisor = scale if used else ONE
+            for j in range(count):
+                put_float(spun, j, (get_float(at, j) - least) / divisor)
+            to = encode_run(spun, count, ONE, ZERO, power_of_two(b) - ONE if used else ZERO, b, to, codes)
+
+
+@helper
+def _distance(peak, step) -> Any:
+    """See `reference._distance`."""
+    above = (float_bits(magnitude(peak)) + (1 << (APART_SHIFT - 1))) >> APART_SHIFT
+    above = min(max(above - (float_bits(step) >> APART_SHIFT) + APART_ZERO, 1), 32767)
+    return above | 0x8000 if peak < ZERO else above
+
+
+@helper
+def _at_distance(half, step) -> Any:
+    """See `reference._at_distance`."""
+    above = (float_bits(step) >> APART_SHIFT) + (half & 0x7FFF) - APART_ZERO
+    peak = bits_float(np.int32(min(max(above, 0), APART_MOST) << APART_SHIFT))
+    return NAN if step != step else -peak if half & 0x8000 else peak
 
 
 @helper
@@ -289,67 +400,16 @@ def _parameters(octave, top, bits, extents, mids, tiles, width, scales, inverse,
 
 
 @helper
-def choose(keys, candidates, low, flags):
-    """Set the flags of the `low` smallest of a scope's int32 keys; of equal keys, the first ones.
-
-    The threshold is found by bisection: linear in the candidates, and the passes over them vectorise.
-    """
-    below, most = np.int32(2**31 - 1), np.int32(-(2**31))
-    for i in range(candidates):
-        below, most = lesser32(below, get_int(keys, i)), greater32(most, get_int(keys, i))
-    # At most `fewer` < low keys are <= below, and at least `low` are <= most.
-    below, most, fewer, at_most = np.int64(below) - 1, np.int64(most), 0, candidates
-    while most - below > 1 and at_most != low:
-        middle = (below + most) >> 1
-        count = np.int32(0)
-        for i in range(candidates):
-            count = add32(count, get_int(keys, i) <= middle)
-        if count >= low:
-            most, at_most = middle, np.int64(count)
-        else:
-            below, fewer = middle, np.int64(count)
-    if at_most == low:
-        for i in range(candidates):
-            put_byte(flags, i, get_int(keys, i) <= most)
-    else:
-        equal = low - fewer
-        for i in range(candidates):
-            tie = get_int(keys, i) == most and equal > 0
-            put_byte(flags, i, tie or get_int(keys, i) < most)
-            equal -= tie
-
-
-@helper
-def read_checked_flags(bitmap, size, candidates, low, flags):
-    """Read a scope's flags; return whether `low` of its candidates are set. If not, set the first `low` instead.
-
-    Flags determine the positions of codes: with a wrong number of them, these could be beyond the payload.
-    """
-    for i in range(size):
-        put_word(flags, i, flags_of_byte(get_byte(bitmap, i)))
-    intact = count_flags(flags, candidates) == low
-    if not intact:
-        for i in range(candidates):
-            put_byte(flags, i, i < low)
-    return intact
-
-
-@helper
-def count_flags(flags, stop):
-    """Count the set flags among the first `stop`."""
-    total = 0
-    for i in range(stop):
-        total += get_byte(flags, i)
-    return total
-
-
-@helper
-def spin(x, count, position, norm, s) -> None:
-    """Write the rotated tile, its pivot swapped to the front, to `s[:count]`."""
+def spin(x, count, pivot, whole, norm, s) -> Any:
+    """Write the rotated tile, its pivot swapped to the front and left out unless `whole`, to `s[:count]`; return it."""
     for j in range(count):
         put_float(s, j, get_float(x, j))
-    swap(s, position)
+    swap(s, (pivot - 1) & 127)
+    peak = get_float(s, 0)
+    if not whole:
+        put_float(s, 0, ZERO)
     rotate(s, count, norm)
+    return peak
 
 
 @helper
@@ -375,63 +435,6 @@ def swap(s, position) -> None:
     put_float(s, position, first)
 
 
-@helper
-def put_tile_keys(x, tile, full, low, high, keys, sums) -> None:
-    """Write the keys of a token's full tiles."""
-    for t in range(full):
-        scale = _scale(get_int(low, t), get_int(high, t))
-        _put_sums(x + 4 * t * tile, tile, scale, sums + 4 * t, sums + 4 * (full + t))
-    for t in range(full):
-        total, terms = get_int(sums, t), get_int(sums, full + t)
-        key = _key(np.float32(greater32(total, 1)), np.float32(terms))
-        finite = are_finite(get_int(low, t), get_int(high, t))
-        put_int(keys, t, key if finite else KEY_INFINITY)
-
-
-@helper
-def put_token_key(x, channels, tile, tiles, low, high, key, sums) -> None:
-    """Write the key of a whole token."""
-    least, most = get_int(low, 0), get_int(high, 0)
-    for t in range(1, tiles):
-        least, most = lesser32(least, get_int(low, t)), greater32(most, get_int(high, t))
-    total, terms, scale = 0, 0, _scale(least, most)
-    for t in range(tiles):
-        count = min(tile, channels - t * tile)
-        _put_sums(x + 4 * t * tile, count, scale, sums, sums + 4)
-        total += get_int(sums, 0)
-        terms += get_int(sums, 1)
-    entropy = _key(np.float32(max(total, 1)), np.float32(terms))
-    put_int(key, 0, entropy if are_finite(least, most) else KEY_INFINITY)
-
-
-@helper
-def _scale(low, high) -> Any:
-    """The power of two that makes the largest magnitude a 15-bit integer."""
-    most = greater(key_value(high), -key_value(low))
-    exponent = min(max(float_bits(most) >> 23, 27), 254)
-    return bits_float((127 + 14 + 127 - exponent) << 23)
-
-
-@helper
-def _put_sums(x, count, scale, total, terms) -> None:
-    """Write the sums of up to 128 integers and of their weighted logarithms, which are below 2^31: 32 bits suffice."""
-    if count == 64:
-        entropy_sums_64(x, scale, total, terms)
-        return
-    integers, weighted = np.int32(0), np.int32(0)
-    for j in range(count):
-        scaled = level(get_float(x, j), scale)
-        integers = add32(integers, float_bits(scaled) - INTEGER_BITS)
-        weighted = add32(weighted, float_bits(weighted_log(scaled)) - 0x49000000)
-    put_int(total, 0, integers)
-    put_int(terms, 0, weighted)
-
-
-@helper
-def _key(weight, terms) -> Any:
-    return order_key(log2(weight) - terms * np.float32(0.0625) / weight)
-
-
 def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
     """The reference's numbers."""
     geo, accumulate = kernel_geometry(out.shape, *settings[:-1]), settings[-1]
@@ -445,7 +448,7 @@ def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
             at["exponents"], at["scales"], at["mids"], at["pivots"], at["codes"],
             geo.row_bytes, geo.saved, at["widths"], geo.flag_bytes, geo.scope_rows, geo.low, geo.low_last, in_row,
             out.data_ptr(), KINDS[out.dtype], geo.rows, geo.channels, geo.tile, geo.tiles, geo.full,
-            geo.high_bits, geo.low_bits, geo.allocation == "token", geo.pivot, accumulate, geo.tile**-0.5,
+            geo.high_bits, geo.low_bits, geo.allocation == "token", geo.float16, geo.pivot, accumulate, geo.tile**-0.5,
             scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
@@ -456,11 +459,11 @@ def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
 def _decode(
     exponents, scales, mids, pivots, codes_at, row_bytes, saved, widths, flag_bytes, scope_rows,
     low_count, low_last, in_row, target, kind, rows, channels, tile, tiles, full, high_bits, low_bits,
-    by_token, pivot, accumulate, norm, scratch, start, stop,
+    by_token, float16, pivot, accumulate, norm, scratch, start, stop,
 ) -> None:  # fmt: skip
     line, spun = scratch, scratch + 4 * channels
     codes = spun + 4 * tile
-    flags = codes + tile
+    flags, step = codes + tile, ZERO
     direct = kind == FLOAT32 and not accumulate
     scope, at, intact, norm = -1, codes_at, True, np.float32(norm)
     for row in range(start, stop):
@@ -473,32 +476,59 @@ def _decode(
             before = scope * low_count + count_flags(flags, row % scope_rows * in_row)
             at = codes_at + row * row_bytes - before * saved
         chosen = flags + row % scope_rows * in_row
-        top = np.int64(get_byte(exponents, row)) * 16 + 15
+        top = 0 if float16 else np.int64(get_byte(exponents, row)) * 16 + 15
         for t in range(tiles):
             low = in_row > 0 and t < full and get_byte(chosen, t) > 0
             if by_token:
                 low = in_row > 0 and get_byte(chosen, 0) > 0
             bits, i = low_bits if low else high_bits, row * tiles + t
-            step, cells = step_below(get_byte(scales, i), top), power_of_two(bits)
-            if pivot:
-                m, nan, unit = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(1 / 256)
-            else:
-                m, nan, unit = np.int64(np.int8(get_byte(mids, i))), -128, np.float32(1 / 64)
-            step, offset = NAN if m == nan else step, np.float32(m) * (cells * unit) - (cells - ONE) * HALF
             to, count = y + 4 * t * tile, min(tile, channels - t * tile)
-            turned = get_byte(pivots, i) if pivot else 0
-            if turned and not (128 <= turned < 128 + tile and t < full):
-                turned, step = 0, NAN
-            if turned:
-                at = decode_run(at, tile, bits, offset, step, spun, codes)
-                rotate(spun, tile, norm)
-                swap(spun, turned - 128)
-                for j in range(tile):
-                    put_float(to, j, get_float(spun, j))
+            turned = np.int64(get_byte(pivots, i)) if pivot else 0
+            most = LAST_APART if float16 else 255
+            damaged = turned > 0 and not ((turned - 1) & 127 < tile and t < full and turned <= most)
+            turned = 0 if damaged else turned
+            place, apart = spun if turned else to, not float16 and 0 < turned <= LAST_APART
+            if float16:
+                at = decode_run(at, count, bits, ZERO, ONE, place, codes)
+                _to_numbers(place, count, from_fp16(get_half(scales, i)), from_fp16(get_half(mids, i)), damaged)
             else:
-                at = decode_run(at, count, bits, offset, step, to, codes)
+                step, offset = _step_and_offset(scales, mids, i, top, bits, pivot, apart, damaged)
+                at = decode_run(at, count, bits, offset, step, place, codes)
+            if turned:
+                rotate(spun, tile, norm)
+                if apart:
+                    put_float(spun, 0, _at_distance(np.int64(get_half(mids, i)), step))
+                _swap_into(to, spun, tile, turned)
         if not intact:
             for j in range(channels):
                 put_float(y, j, NAN)
         if not direct:
             narrow(line, target, kind, row * channels, channels, accumulate)
+
+
+@helper
+def _swap_into(y, s, count, pivot) -> None:
+    """Write a tile whose pivot goes from the front to its place."""
+    swap(s, (pivot - 1) & 127)
+    for j in range(count):
+        put_float(y, j, get_float(s, j))
+
+
+@helper
+def _step_and_offset(scales, mids, i, top, bits, pivot, apart, damaged) -> Any:
+    """A tile's step, and what is added to its codes."""
+    step, cells = step_below(get_byte(scales, i), top), power_of_two(bits)
+    if pivot:
+        m, nan, unit = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(1 / 256)
+    else:
+        m, nan, unit = np.int64(np.int8(get_byte(mids, i))), -128, np.float32(1 / 64)
+    offset = np.float32(0 if apart else m) * (cells * unit) - (cells - ONE) * HALF
+    return NAN if damaged or m == nan else step, offset
+
+
+@helper
+def _to_numbers(y, count, scale, zero, damaged) -> None:
+    """Scale a run's codes."""
+    zero = NAN if damaged else zero
+    for j in range(count):
+        put_float(y, j, get_float(y, j) * scale + zero)

@@ -34,6 +34,10 @@ MID_DTYPE = {1: torch.int8, 2: torch.int16}
 MID_LIMIT = {1: 127, 2: 32767}
 MID_UNITS = {1: 64, 2: 256}  # units of a mid in one range (2^bits steps)
 MID_SHARE = {1: 0.2703, 2: 0.0042017}  # least half range for a |mid| of 1: 1 / limit, and a scale's rounding
+LAST_APART = 128  # larger bytes of pivots, 129 + position, have a middle: all positions but the last of 128
+APART_SHARE = 2.0**-50  # least half range for a pivot of 1 that is sent apart, whose ratio to a step is at most 2^60
+APART_SHIFT, APART_ZERO = 14, 4 << 9  # that ratio in 1/512 of an octave (float32 bits >> 14), and what stands for 1
+APART_MOST = 0x7F7FFFFF >> APART_SHIFT
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class TAHGeometry:
 
     Attributes:
         rows: tokens in the message; channels: elements of a token; tiles: tiles of a token.
-        tile, high_bits, low_bits, allocation: as in `lowbit.codecs.TAHQuant`; pivot: whether tiles may be rotated.
+        tile, high_bits, low_bits, allocation: as in `lowbit.codecs.TAHQuant`; float16: whether a tile has a scale and a
+            zero, as in the paper; pivot: whether tiles may be rotated.
         full: tiles of a token that hold `tile` elements (all, or all but a ragged last one).
         scope_rows: consecutive tokens among which `low_bits` are allocated; scopes: number of such scopes.
         per_scope: candidates of a scope; low: number of them that get `low_bits`.
@@ -59,6 +64,7 @@ class TAHGeometry:
     high_bits: int
     low_bits: int
     allocation: str
+    float16: bool
     pivot: bool
     tiles: int
     full: int
@@ -75,8 +81,8 @@ class TAHGeometry:
 
     @property
     def mid_bytes(self) -> int:
-        """Bytes of a tile's middle."""
-        return 2 if self.pivot else 1
+        """Bytes of a tile's middle, or of its zero."""
+        return 2 if self.pivot or self.float16 else 1
 
 
 def tah_geometry(
@@ -86,6 +92,7 @@ def tah_geometry(
     low_bits: int,
     low_fraction: float,
     allocation: str,
+    float16: bool,
     pivot: float | bool | None,
 ) -> TAHGeometry:
     """Compute the sizes of a TAH-Quant payload of a tensor (sequences, length, channels).
@@ -110,15 +117,15 @@ def tah_geometry(
     padded = full * tile + ceil_div(channels - full * tile, 8) * 8
     saved = (padded if allocation == "token" else tile) * (high_bits - low_bits) // 8
     layout = Layout.of(
-        exponents=rows,
-        scales=rows * tiles,
-        mids=rows * tiles * (2 if pivot else 1),
+        exponents=0 if float16 else rows,
+        scales=rows * tiles * (2 if float16 else 1),
+        mids=rows * tiles * (2 if pivot or float16 else 1),
         pivots=rows * tiles if pivot else 0,
         widths=scopes * flag_bytes,
         codes=rows * padded * high_bits // 8 - ((scopes - 1) * low + low_last) * saved,
     )
     return TAHGeometry(
-        rows, channels, tile, high_bits, low_bits, allocation, bool(pivot), tiles, full, scope_rows, scopes,
+        rows, channels, tile, high_bits, low_bits, allocation, float16, bool(pivot), tiles, full, scope_rows, scopes,
         per_scope, low, per_last, low_last, flag_bytes, padded * high_bits // 8, saved, layout,
     )  # fmt: skip
 
@@ -129,7 +136,7 @@ kernel_geometry = functools.lru_cache(tah_geometry)
 
 def _check(
     x: Tensor, payload: Tensor, tile: int, high_bits: int, low_bits: int, low_fraction: float, allocation: str,
-    pivot: float | bool | None, _: object = None,
+    float16: bool, pivot: float | bool | None, _: object = None,
 ) -> None:  # fmt: skip
     if tile not in (8, 16, 32, 64, 128):
         raise ValueError(f"tile is {tile}; allowed: 8, 16, 32, 64, 128")
@@ -138,45 +145,49 @@ def _check(
     if allocation not in ("token", "tile", "range") or not 0 <= low_fraction <= 1:
         raise ValueError(f"allocation is {shown(allocation)}, low_fraction {low_fraction}")
     check_numbers(x, 3)
-    geo = tah_geometry(x.shape, tile, high_bits, low_bits, low_fraction, allocation, pivot)
+    geo = tah_geometry(x.shape, tile, high_bits, low_bits, low_fraction, allocation, float16, pivot)
     check_bytes("payload", payload, geo.layout.nbytes, x.device)
 
 
 @operator(writes="payload", check=_check)
 def encode(
     x: Tensor, payload: Tensor, tile: int, high_bits: int, low_bits: int, low_fraction: float, allocation: str,
-    pivot_ratio: float | None,
+    float16: bool, pivot_ratio: float | None,
 ) -> None:  # fmt: skip
     """x (sequences, length, channels) -> payload; see `lowbit.codecs.TAHQuant` for formulas and layout."""
-    geo = tah_geometry(x.shape, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio)
+    geo = tah_geometry(x.shape, tile, high_bits, low_bits, low_fraction, allocation, float16, pivot_ratio)
     x_RC = x.float().reshape(geo.rows, geo.channels)
     pad = x_RC[:, -1:].expand(-1, geo.tiles * geo.tile - geo.channels)  # does not change a ragged tile's range
     x_RTE = torch.cat([x_RC, pad], 1).view(geo.rows, geo.tiles, geo.tile)
     finite_RT = x_RTE.isfinite().all(-1)
-    y_RTE, pivot_RT = x_RTE, torch.zeros_like(finite_RT, dtype=torch.uint8)
+    y_RTE, peak_RT, pivot_RT = x_RTE, torch.zeros_like(finite_RT, dtype=torch.float32), finite_RT.byte() * 0
     if pivot_ratio is not None:
-        pivot_RT = find_pivots(x_RTE, finite_RT, geo, pivot_ratio)
-        y_RTE = torch.where(pivot_RT[..., None] > 0, rotate(swap(x_RTE, pivot_RT)), x_RTE)
-    low_RT, high_RT = y_RTE.amin(-1).clamp(min=-LARGEST), y_RTE.amax(-1).clamp(max=LARGEST)
+        y_RTE, peak_RT, pivot_RT = _turned(x_RTE, finite_RT, geo, pivot_ratio)
+    low_RT, high_RT = _extremes(y_RTE)
     half_RT, mid_RT = high_RT * 0.5 - low_RT * 0.5, high_RT * 0.5 + low_RT * 0.5
-    # A middle that is too large for its integer widens the cells instead of being clamped.
-    extent_RT = torch.maximum(half_RT, mid_RT.abs() * MID_SHARE[geo.mid_bytes])
+    offset_RT = peak_RT * geo.tile**-0.5  # of the tile, by its pivot
+    # A middle too large for its integer widens the cells, unless a pivot makes it so: that is then sent apart.
+    least_RT = (mid_RT + offset_RT).abs() * MID_SHARE[geo.mid_bytes]
+    apart_RT = (pivot_RT > 0) & ((least_RT > half_RT) | (pivot_RT == LAST_APART))
+    least_RT = torch.where(apart_RT, peak_RT.abs() * APART_SHARE, least_RT)
+    extent_RT = high_RT - low_RT if float16 else torch.maximum(half_RT, least_RT)
     counts = torch.full((geo.scopes,), geo.low, device=x.device)
     counts[-1] = geo.low_last
     low = smallest(_keys(x_RTE, extent_RT, finite_RT, geo), counts)
     bits_RT = torch.where(_spread(low, geo), low_bits, high_bits)
-    exponent_R, below_RT = _steps(extent_RT, finite_RT, bits_RT)
-    step_RT = octave_steps(exponent_R, below_RT)
-    m_RT, codes_RTE = _quantize(y_RTE, mid_RT, step_RT, bits_RT, geo.mid_bytes)
-    codes_RTE.view(geo.rows, -1)[:, geo.channels :] = 0
 
-    layout = geo.layout
-    layout.section(payload, "exponents").copy_(exponent_R)
-    layout.section(payload, "scales").copy_(below_RT.reshape(-1))
-    m_RT = torch.where(finite_RT, m_RT, float(NAN_MID[geo.mid_bytes]))
-    layout.section(payload, "mids", MID_DTYPE[geo.mid_bytes]).copy_(m_RT.reshape(-1))
+    if float16:
+        sections, codes_RTE = _quantize_float16(y_RTE, low_RT, extent_RT, bits_RT, finite_RT)
+    else:
+        tile_RT = mid_RT, offset_RT, apart_RT, peak_RT
+        sections, codes_RTE = _quantize(y_RTE, *tile_RT, extent_RT, bits_RT, finite_RT, geo.mid_bytes)
+        pivot_RT = torch.where((pivot_RT > 0) & ~apart_RT, pivot_RT + LAST_APART, pivot_RT)
     if pivot_ratio is not None:
-        layout.section(payload, "pivots").copy_(pivot_RT.reshape(-1))
+        sections["pivots"] = pivot_RT
+    codes_RTE.view(geo.rows, -1)[:, geo.channels :] = 0
+    layout = geo.layout
+    for name, values in sections.items():
+        layout.section(payload, name, values.dtype).copy_(values.reshape(-1))
     if geo.low:
         layout.section(payload, "widths").copy_(pack_flags(low).view(-1))
     bytes_RTK = torch.where(
@@ -189,11 +200,11 @@ def encode(
 @operator(writes="out", check=lambda payload, out, *settings: _check(out, payload, *settings))
 def decode(
     payload: Tensor, out: Tensor, tile: int, high_bits: int, low_bits: int, low_fraction: float, allocation: str,
-    pivot: bool, accumulate: bool,
+    float16: bool, pivot: bool, accumulate: bool,
 ) -> None:  # fmt: skip
     """Payload -> out (sequences, length, channels), or added to it."""
-    geo = tah_geometry(out.shape, tile, high_bits, low_bits, low_fraction, allocation, pivot)
-    layout, width = geo.layout, geo.mid_bytes
+    geo = tah_geometry(out.shape, tile, high_bits, low_bits, low_fraction, allocation, float16, pivot)
+    layout = geo.layout
     low, intact_R = _checked_flags(payload, geo)
     bits_RT = torch.where(_spread(low, geo), low_bits, high_bits)
 
@@ -203,28 +214,46 @@ def decode(
     codes_RTE = torch.where(
         (bits_RT == low_bits)[..., None], _tile_codes(bytes_RTK, geo, low_bits), _tile_codes(bytes_RTK, geo, high_bits)
     )
-    exponent_R = layout.section(payload, "exponents").int()
-    below_RT = layout.section(payload, "scales").view(geo.rows, geo.tiles).int()
-    mid_RT = layout.section(payload, "mids", MID_DTYPE[width]).view(geo.rows, geo.tiles)
-    step_RT = octave_steps(exponent_R, below_RT)
-    step_RT = torch.where((mid_RT == NAN_MID[width]) | ~intact_R[:, None], math.nan, step_RT)
+    pivot_RT, damaged_RT = torch.zeros_like(bits_RT, dtype=torch.uint8), ~intact_R[:, None]
     if pivot:
         pivot_RT = layout.section(payload, "pivots").view(geo.rows, geo.tiles)
-        valid_RT = (pivot_RT >= 128) & (pivot_RT.int() < 128 + geo.tile)
+        valid_RT = (pivot_RT > 0) & (((pivot_RT.int() - 1) & 127) < geo.tile)
+        valid_RT &= (pivot_RT <= LAST_APART) | (not float16)
         valid_RT[:, geo.full :] = False
-        step_RT = torch.where((pivot_RT > 0) & ~valid_RT, math.nan, step_RT)
+        damaged_RT = damaged_RT | ((pivot_RT > 0) & ~valid_RT)
         pivot_RT = torch.where(valid_RT, pivot_RT, 0)
-    levels_RT = torch.exp2(bits_RT.float())
-    offset_RT = mid_RT.float() * (levels_RT / MID_UNITS[width])
-    centered_RTE = codes_RTE.float() - ((levels_RT - 1) / 2)[..., None]
-    y_RTE = (centered_RTE + offset_RT[..., None]) * step_RT[..., None]
+    apart_RT = (pivot_RT > 0) & (pivot_RT <= LAST_APART) & (not float16)
+    if float16:
+        halves = (layout.section(payload, name, torch.float16) for name in ("scales", "mids"))
+        scale_RT, zero_RT = (each.view(geo.rows, geo.tiles).float() for each in halves)
+        zero_RT = torch.where(damaged_RT, math.nan, zero_RT)
+        y_RTE, peak_RT = codes_RTE.float() * scale_RT[..., None] + zero_RT[..., None], zero_RT
+    else:
+        y_RTE, peak_RT = _numbers(payload, geo, codes_RTE, bits_RT, damaged_RT, apart_RT)
     if pivot:
-        y_RTE = torch.where(pivot_RT[..., None] > 0, swap(rotate(y_RTE), pivot_RT), y_RTE)
+        turned_RTE = rotate(y_RTE)
+        turned_RTE[..., 0] = torch.where(apart_RT, peak_RT, turned_RTE[..., 0])
+        y_RTE = torch.where(pivot_RT[..., None] > 0, swap(turned_RTE, pivot_RT), y_RTE)
     store(y_RTE.reshape(geo.rows, -1)[:, : geo.channels].reshape(out.shape), out, accumulate)
 
 
+def _numbers(
+    payload: Tensor, geo: TAHGeometry, codes_RTE: Tensor, bits_RT: Tensor, damaged_RT: Tensor, apart_RT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Numbers of tiles as they were quantized, and pivots of those where they were sent apart."""
+    exponent_R = geo.layout.section(payload, "exponents").int()
+    below_RT = geo.layout.section(payload, "scales").view(geo.rows, geo.tiles).int()
+    mid_RT = geo.layout.section(payload, "mids", MID_DTYPE[geo.mid_bytes]).view(geo.rows, geo.tiles).int()
+    damaged_RT = damaged_RT | (mid_RT == NAN_MID[geo.mid_bytes])
+    step_RT = torch.where(damaged_RT, math.nan, octave_steps(exponent_R, below_RT))
+    levels_RT = torch.exp2(bits_RT.float())
+    offset_RT = torch.where(apart_RT, 0, mid_RT).float() * (levels_RT / MID_UNITS[geo.mid_bytes])
+    centered_RTE = codes_RTE.float() - ((levels_RT - 1) / 2)[..., None]
+    return (centered_RTE + offset_RT[..., None]) * step_RT[..., None], _at_distance(mid_RT, step_RT)
+
+
 def find_pivots(x_RTE: Tensor, finite_RT: Tensor, geo: TAHGeometry, ratio: float) -> Tensor:
-    """128 + position of each full tile's pivot: its largest |x|, if at least `ratio` times the second; else 0.
+    """1 + position of each full tile's pivot: its largest |x|, if at least `ratio` times the second; else 0.
 
     It must be larger, too: the smallest ratios and the tiniest numbers round `second * ratio` to `second`.
     """
@@ -232,15 +261,38 @@ def find_pivots(x_RTE: Tensor, finite_RT: Tensor, geo: TAHGeometry, ratio: float
     first, second = top.values.unbind(-1)
     qualifies = (first >= second * ratio) & (first > second) & (first < ROTATABLE) & finite_RT
     qualifies[:, geo.full :] = False
-    return torch.where(qualifies, top.indices[..., 0] + 128, 0).to(torch.uint8)
+    return torch.where(qualifies, top.indices[..., 0] + 1, 0).to(torch.uint8)
 
 
 def swap(x_RTE: Tensor, pivot_RT: Tensor) -> Tensor:
-    """Exchange each tile's first element with the one at its pivot (tiles without a pivot stay)."""
-    position = (pivot_RT.long() & 127)[..., None]
+    """Exchange each tile's first element with the one at its pivot (tiles without a pivot: with any)."""
+    position = ((pivot_RT.long() - 1).clamp(min=0) & 127)[..., None]
     first, pivot = x_RTE[..., :1], x_RTE.gather(-1, position)
     y = x_RTE.scatter(-1, position, first)
     return torch.cat([pivot, y[..., 1:]], -1)
+
+
+def _turned(x_RTE: Tensor, finite_RT: Tensor, geo: TAHGeometry, ratio: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate tiles with a pivot; return them, the pivot where it was left out (else 0), and 1 + its position, or 0.
+
+    A rotated pivot is a constant offset of its tile. As in the paper, `float16` keeps it. Without it, tiny numbers next
+    to a huge pivot keep their digits, and a tile whose range would more than double stays as it is.
+    """
+    pivot_RT = find_pivots(x_RTE, finite_RT, geo, ratio)
+    y_RTE = swap(x_RTE, pivot_RT)
+    peak_RT = torch.where((pivot_RT > 0) & (not geo.float16), y_RTE[..., 0], 0.0)
+    if not geo.float16:
+        y_RTE[..., 0] = 0
+    y_RTE = rotate(y_RTE)
+    if not geo.float16:
+        (low, high), (least, most) = _extremes(y_RTE), _extremes(x_RTE)
+        wider_RT = high * 0.5 - low * 0.5 > (most * 0.5 - least * 0.5) * 2
+        pivot_RT, peak_RT = (torch.where(wider_RT, 0, each) for each in (pivot_RT, peak_RT))
+    return torch.where(pivot_RT[..., None] > 0, y_RTE, x_RTE), peak_RT, pivot_RT
+
+
+def _extremes(x_RTE: Tensor) -> tuple[Tensor, Tensor]:
+    return x_RTE.amin(-1).clamp(min=-LARGEST), x_RTE.amax(-1).clamp(max=LARGEST)
 
 
 def _keys(x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry) -> Tensor:
@@ -269,17 +321,63 @@ def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tenso
     return exponent_R, torch.where(octave_RT > 0, below_RT, 255)
 
 
-def _quantize(x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, mid_bytes: int) -> tuple[Tensor, Tensor]:
-    """Compute integer middles, and codes relative to them; both are 0 where the step is 0."""
-    inverse_RT = inverse(step_RT)
-    cells_RT = torch.exp2(bits_RT.float())
-    limit = MID_LIMIT[mid_bytes]
-    m_RT = (mid_RT * inverse_RT * (MID_UNITS[mid_bytes] / cells_RT)).round().clamp(-limit, limit)
+def _quantize(
+    x_RTE: Tensor, mid_RT: Tensor, offset_RT: Tensor, apart_RT: Tensor, peak_RT: Tensor, extent_RT: Tensor,
+    bits_RT: Tensor, finite_RT: Tensor, mid_bytes: int,
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+    """Compute steps and integer middles, offset included, and codes relative to them; 0 where the step is 0.
+
+    Where the pivot is sent apart, the middle is exact, and not sent: it would only change the pivot.
+    """
+    exponent_R, below_RT = _steps(extent_RT, finite_RT, bits_RT)
+    step_RT = octave_steps(exponent_R, below_RT)
+    inverse_RT, cells_RT = inverse(step_RT), torch.exp2(bits_RT.float())
+    limit, centre_RT = MID_LIMIT[mid_bytes], (cells_RT - 1) / 2
+    m_RT = ((mid_RT + offset_RT) * inverse_RT * (MID_UNITS[mid_bytes] / cells_RT)).round().clamp(-limit, limit)
     m_RT = torch.where(step_RT > 0, m_RT, 0.0)
-    shift_RT = (cells_RT - 1) / 2 - m_RT * (cells_RT / MID_UNITS[mid_bytes])
+    shift_RT = centre_RT - m_RT * (cells_RT / MID_UNITS[mid_bytes]) + offset_RT * inverse_RT
+    shift_RT = torch.where(apart_RT, centre_RT - mid_RT * inverse_RT, shift_RT)
     v_RTE = (x_RTE * inverse_RT[..., None] + shift_RT[..., None]).round().clamp(min=0)
     v_RTE = torch.minimum(v_RTE, (cells_RT - 1)[..., None]).nan_to_num(0)
-    return m_RT, torch.where((step_RT > 0)[..., None], v_RTE, 0.0).to(torch.uint8)
+    m_RT = torch.where(apart_RT, _distance(peak_RT, step_RT), m_RT)
+    m_RT = torch.where(finite_RT, m_RT, float(NAN_MID[mid_bytes])).to(MID_DTYPE[mid_bytes])
+    sections = {"exponents": exponent_R.byte(), "scales": below_RT.byte(), "mids": m_RT}
+    return sections, torch.where((step_RT > 0)[..., None], v_RTE, 0.0).byte()
+
+
+def _distance(peak_RT: Tensor, step_RT: Tensor) -> Tensor:
+    """A pivot as an int16: its sign, and how far its bits lie above those of the step, nearly a logarithm."""
+    above = (peak_RT.abs().view(torch.int32) + (1 << (APART_SHIFT - 1))) >> APART_SHIFT
+    above = (above - (step_RT.view(torch.int32) >> APART_SHIFT) + APART_ZERO).clamp(1, 32767)
+    return torch.where(peak_RT < 0, above - 32768, above).float()
+
+
+def _at_distance(mid_RT: Tensor, step_RT: Tensor) -> Tensor:
+    """Inverse of `_distance`; NaN where the step is NaN."""
+    above = (step_RT.view(torch.int32) >> APART_SHIFT) + (mid_RT & 0x7FFF) - APART_ZERO
+    peak_RT = (above.clamp(0, APART_MOST) << APART_SHIFT).view(torch.float32)
+    return torch.where(step_RT.isnan(), math.nan, torch.where(mid_RT < 0, -peak_RT, peak_RT))
+
+
+def _quantize_float16(
+    x_RTE: Tensor, zero_RT: Tensor, span_RT: Tensor, bits_RT: Tensor, finite_RT: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Compute scales and zeros, and codes relative to them before they are rounded, as the paper does."""
+    top_RT = torch.exp2(bits_RT.float()) - 1
+    scale_RT = span_RT / top_RT
+    used_RT = finite_RT & (scale_RT > 0)
+    v_RTE = (x_RTE - zero_RT[..., None]) / torch.where(used_RT, scale_RT, 1.0)[..., None]
+    codes_RTE = torch.minimum(v_RTE.round().clamp(min=0), top_RT[..., None])
+    sections = {
+        "scales": torch.where(finite_RT, _float16(scale_RT), 0.0),
+        "mids": torch.where(finite_RT, _float16(zero_RT), math.nan),
+    }
+    return sections, torch.where(used_RT[..., None], codes_RTE, 0.0).byte()
+
+
+def _float16(x: Tensor) -> Tensor:
+    """Round to float16; larger numbers saturate."""
+    return x.clamp(-65504, 65504).half()
 
 
 def _checked_flags(payload: Tensor, geo: TAHGeometry) -> tuple[Tensor, Tensor]:

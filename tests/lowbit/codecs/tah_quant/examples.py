@@ -27,11 +27,18 @@ KERNELS = [
     TAHQuant(allocation="tile", tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
     TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
     TAHQuant(high_bits=4, low_bits=4, pivot_ratio=2.0),
+    TAHQuant.published(allocation="token"),
+    TAHQuant(tile=16, pivot_ratio=None, metadata="float16"),
 ]
-GPU = [*KERNELS[:2], *KERNELS[5:7], TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5)]
+GPU = [
+    *KERNELS[:2],
+    *KERNELS[5:7],
+    *KERNELS[-2:],
+    TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
+]
 """For Triton's interpreter, which is slow."""
 
-SETTINGS = (64, 4, 3, 1 - 0.8, "range")  # of TAHQuant() for operators
+SETTINGS = (64, 4, 3, 1 - 0.8, "range", False)  # of TAHQuant() for operators
 OPERATORS = {
     "tah_quant_encode": lambda: (torch.randn(2, 3, 70), bytes_of(TAHQuant(), 2, 3, 70), *SETTINGS, 1.001),
     "tah_quant_decode": lambda: (encoded(TAHQuant(), 2, 3, 70), torch.empty(2, 3, 70), *SETTINGS, True, False),
