@@ -144,8 +144,9 @@ class DataConfig:
     """Files, folders or glob patterns to evaluate on. If omitted, the last `held_out_share`."""
     held_out_share: Annotated[float, Field(ge=0, le=0.9)] = 0.05
     """Share of the tokens or samples that is held out for evaluation."""
-    tokenizer: str = "bytes"
-    """Local folder with a Hugging Face tokenizer, or "bytes" for one token per byte."""
+    tokenizer: str = ""
+    """Local folder with a Hugging Face tokenizer, or "bytes" for one token per byte. If omitted, that of
+    `model.pretrained`, or bytes for a model from scratch."""
     sequence: Positive = 256
     """Tokens of a window."""
     batch: Positive = 8
@@ -462,6 +463,11 @@ class TrainConfig:
         if self.activations.checkpoint is not None:
             return self.activations.checkpoint
         return bool(self.lora.rank) and not self.activations.coded
+
+    @property
+    def tokenizer(self) -> str:
+        """`data.tokenizer`, or its default."""
+        return self.data.tokenizer or self.model.pretrained or "bytes"
 
     @property
     def codec_warmup_steps(self) -> int:
