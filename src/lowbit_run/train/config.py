@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from lowbit_run.config import ConfigError, NonNegative, Positive, build, resolve, section
+from lowbit_run.train.effects import check_effects
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
 Schedule = Literal[
@@ -475,6 +476,10 @@ class TrainConfig:
         if self.pipeline.warmup_steps is not None:
             return self.pipeline.warmup_steps
         return 0 if self.model.pretrained else min(100, self.run.steps // 4)
+
+    def check_given(self, typed: Iterable[str]) -> None:
+        """Check that options have an effect, those of the command line also if they equal the default."""
+        check_effects(self, typed)
 
     def to_json(self) -> str:
         """Return JSON that `from_mapping(json.loads(...))` reads back."""

@@ -381,6 +381,11 @@ def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optiona
     except Exception as error:  # the package raises errors of its own and of its storage
         raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {first_line(error)}") from error
     if isinstance(opened, datasets.Dataset):
+        if data.dataset_split != DataConfig.dataset_split:
+            raise ConfigError(
+                f"data.dataset_split is {data.dataset_split!r}, and data.dataset {data.dataset!r} has no splits, where "
+                "it has no effect; allowed: a folder with splits"
+            )
         return opened
     if data.dataset_split not in opened:  # a DatasetDict
         splits = ", ".join(map(str, opened))
