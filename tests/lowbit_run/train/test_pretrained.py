@@ -366,6 +366,7 @@ def test_each_rank_refuses_it_before_it_meets_the_others(
     for name, value in there.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os._exit", lambda code: sys.exit(code))
+    monkeypatch.setattr("lowbit_run.job.refusal._PATIENCE", 0.0)
     result = start(folder)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert SHORT in result.stderr
