@@ -473,7 +473,9 @@ def tokenizer_for(name: str, pretrained: str) -> Tokenizer:
             f"model.pretrained is {pretrained!r}, which holds no tokenizer, and data.tokenizer is empty; "
             "allowed: the folder of the model's tokenizer in data.tokenizer, or bytes"
         )
-    return FolderTokenizer(pretrained, key="the tokenizer of model.pretrained")
+    own = FolderTokenizer(pretrained, key="the tokenizer of model.pretrained")
+    bytes_ = ByteTokenizer()  # of a model that was trained on bytes, where byte 0 ends an answer
+    return bytes_ if definition(own.hugging_face()) == definition(bytes_.hugging_face()) else own
 
 
 def is_own(tokenizer: Tokenizer, name: str, pretrained: str) -> bool:
