@@ -35,6 +35,7 @@ from lowbit_run.plan.measure import bytes_between_passes, bytes_by_width, compre
 from lowbit_run.plan.sizes import parse_bytes, two_layers
 from lowbit_run.report import Column, Command, Row, Table, check_output
 from lowbit_run.simulate.step import order_of
+from lowbit_run.terminal import wrote
 from lowbit_run.train.activations import planned_settings
 from lowbit_run.train.config import (
     FULL_PRECISION,
@@ -290,6 +291,9 @@ COMMAND = Command(
     ),
     settings=MemorySettings,
     measure=measure,
+    ending=lambda settings: (
+        wrote("plan", settings.out, "lowbit train run.toml --activations.plan {}") if settings.out else ()
+    ),
     tables=(
         Table(
             columns=(

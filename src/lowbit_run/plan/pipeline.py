@@ -18,6 +18,7 @@ from lowbit_run.plan.cluster import Cluster
 from lowbit_run.plan.predict import PipelineChoice, Prediction, Predictor, search
 from lowbit_run.plan.sizes import measure_sizes
 from lowbit_run.report import Column, Command, Row, Table, check_output
+from lowbit_run.terminal import wrote
 from lowbit_run.train import load
 from lowbit_run.train.config import (
     DataConfig,
@@ -228,6 +229,7 @@ COMMAND = Command(
     ),
     settings=PipelinePlanSettings,
     measure=measure,
+    ending=lambda settings: wrote("settings", settings.output, "lowbit train {}") if settings.output else (),
     tables=(
         Table(
             title=_title,
