@@ -346,6 +346,9 @@ class RunConfig:
     sender."""
     checkpoint_every: NonNegative = 100
     """Steps between checkpoints. 0: no checkpoints."""
+    checkpoint_minutes: NonNegativeFloat = 10.0
+    """Most minutes between checkpoints, by rank 0's clock: one is also saved after the step in which they are over. 0:
+    after steps of `checkpoint_every` only."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Number of checkpoints to keep."""
     resume: bool | Literal["auto"] = False
@@ -383,9 +386,13 @@ class RunConfig:
             raise ConfigError(
                 f"run.allow_change is {list(self.allow_change)}; allowed: with run.resume or run.supervise only"
             )
-        for key in ("resume", "supervise"):
-            if getattr(self, key) and self.overwrite:
-                raise ConfigError(f"run.{key} and run.overwrite are both true; allowed: one of the two")
+        if self.supervise and self.overwrite:
+            raise ConfigError(
+                f"run.supervise and run.overwrite are both true; allowed: run.supervise alone, which continues what is "
+                f"in run.output; to begin anew, name another one, or remove {self.output!r} first"
+            )
+        if self.resume and self.overwrite:
+            raise ConfigError("run.resume and run.overwrite are both true; allowed: one of the two")
 
 
 @section()

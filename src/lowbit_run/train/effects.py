@@ -53,7 +53,10 @@ _RULES: tuple[_Rule, ...] = (
         "run.supervise", "with run.supervise or elastic.lighthouse",
     ),
     ("run.trace_steps", lambda c: not c.run.trace, "run.trace", "with run.trace"),
-    ("run.keep", lambda c: not c.run.checkpoint_every, "run.checkpoint_every", "with checkpoints"),
+    *(
+        (f"run.{key}", lambda c: not c.run.checkpoint_every, "run.checkpoint_every", "with checkpoints")
+        for key in ("keep", "checkpoint_minutes")
+    ),
     ("run.save_dtype", lambda c: not c.run.save_model, "run.save_model", "with a model that is saved"),
     (
         "run.save_dtype", lambda c: c.lora.rank and not c.run.save_merged,

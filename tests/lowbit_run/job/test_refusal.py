@@ -64,8 +64,8 @@ def test_what_strangers_write_is_shown_and_ends_nothing(
 ):
     kept = of_attempt(listen("127.0.0.1", int(place["MASTER_PORT"]), timeout=5), "0/0")
     monkeypatch.setattr(refusal, "run_secret", lambda: b"of somebody")
+    say(EVIL, 1, 2)
     with caplog.at_level(logging.WARNING), pytest.raises(AloneError):
-        say(EVIL, 1, 2)
         waits(1, patience=2)
     assert caplog.text.count(r"a rank does not come: no file\x1b[2J error: all is well") == 1, "shown, once"
     for garbage in (b"\xff" * 99, b"[" * 9999, b"{}", b"[]", b"[1, 2]", b"null"):
