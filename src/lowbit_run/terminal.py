@@ -11,6 +11,7 @@ This module imports nothing heavy, since every command begins with it.
 import contextlib
 import logging
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -150,6 +151,11 @@ def examples_in_help(examples: Sequence[str]) -> list[str]:
 def columns() -> int:
     """Return the usable width of the terminal: like argparse, two characters less than its own."""
     return shutil.get_terminal_size().columns - 2
+
+
+def wrote(name: str, path: object, following: str) -> list[tuple[str, str]]:
+    """Return pairs for the last lines of a command: what it has written, and the next command, with {} for the path."""
+    return [(name, str(path)), ("next", following.format(shlex.quote(str(path))))]
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:

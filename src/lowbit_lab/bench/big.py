@@ -149,7 +149,7 @@ def recipe(output: Path, rank: int, steps: int) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(pretrained=str(output / "model"), weights="nf4", double_quantization=True),
         lora=LoraConfig(rank=16, alpha=32.0),
-        data=DataConfig(sequence=64, batch=2, max_bytes=1_000_000),
+        data=DataConfig(tokenizer="bytes", sequence=64, batch=2, max_bytes=1_000_000),
         pipeline=PipelineConfig(ranks=RANKS, microbatches=2, forward=("transform",)),
         optimizer=OptimizerConfig(lr=1e-4),
         run=RunConfig(

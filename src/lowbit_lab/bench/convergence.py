@@ -201,7 +201,7 @@ def measure(settings: ConvergenceBenchmark, earlier: Sequence[Row]) -> Iterator[
     runs = [one for one in planned(settings) if key(one) not in known]
     recipes = {regime: recipe(settings, regime) for regime in {one["regime"] for one in runs}}
     for needed in recipes.values():  # so that an unusable text or vocabulary is an error here, not in a worker
-        vocabulary(needed.model, load_data(needed.data).tokenizer.size)
+        vocabulary(needed.model, load_data(needed.data, pretrained=needed.model.pretrained).tokenizer.size)
     yield rows
     tuned = recipes.get("finetune")
     if tuned and tuned.start and not Path(tuned.start).exists():

@@ -47,7 +47,8 @@ class GenerationRank:
         model = _model_of(settings)
         shape = max(settings["batch"]), settings["prompt"]
         if settings["pretrained"]:
-            held_out = self._held_out = load_data(DataConfig(**settings["data"])).held_out
+            data = load_data(DataConfig(**settings["data"]), pretrained=settings["pretrained"])
+            held_out = self._held_out = data.held_out
             assert isinstance(held_out, Windows)  # settings of plain text
             tokens = torch.from_numpy(held_out.tokens[: shape[0] * shape[1]].astype("int64"))
             self._prompt = tokens.view(shape)

@@ -251,7 +251,7 @@ def _run(
     held_out = settings.evaluations * settings.data.batch
     windows = settings.samples + held_out
     data = replace(settings.data, held_out_share=held_out / windows) if held_out else settings.data
-    if data.tokenizer == "bytes":
+    if (data.tokenizer or settings.model.pretrained or "bytes") == "bytes":
         data = replace(data, max_bytes=min(data.max_bytes, 2 * windows * data.sequence))
     config = recipe(
         settings, boundary, pipeline=pipeline, data=data, output=folder, overwrite=True, connections=connections,

@@ -260,7 +260,7 @@ class Replicas(PlainGradients):
 
 def prepare(recipe: TrainingRecipe, seed: int) -> tuple[Data, PreTrainedModel]:
     """Load the text, and make the model on its device, in training mode."""
-    data = load_data(recipe.data)
+    data = load_data(recipe.data, pretrained=recipe.model.pretrained)
     vocab = vocabulary(recipe.model, data.tokenizer.size)
     model = build_model(recipe.model, vocab=vocab, sequence=recipe.data.sequence, seed=seed)
     if recipe.start:

@@ -11,7 +11,7 @@ from lowbit_lab.charts import Bars, Heights
 from lowbit_lab.charts.style import recommended, title_of
 from lowbit_lab.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
 from lowbit_run.report import Baseline, Column, Command, Row, Table, compare
-from lowbit_run.terminal import console
+from lowbit_run.terminal import console, wrote
 
 
 def _calibrate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
@@ -54,6 +54,10 @@ CALIBRATE = Command(
     ),
     settings=CalibrationConfig,
     measure=_calibrate,
+    ending=lambda settings: [
+        ("ranges", str(settings.path)),
+        wrote("", settings.model, f"lowbit evaluate {{}} --low-bit --tp {settings.ranks}")[1],
+    ],
     tables=(
         Table(
             title=_ranges_title,

@@ -34,7 +34,7 @@ def main(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     given = list(sys.argv[1:] if words is None else words)
     own = _own_process() if words is None else nullcontext()
-    with own, filtered(), one_line_errors("--traceback" in given):
+    with own, filtered(), one_line_errors("--traceback" in given, tells=_tells(given)):
         if given[:1] == ["--version"]:
             print(f"lowbit {__version__}")
         else:
@@ -65,6 +65,7 @@ def _own_process() -> Iterator[None]:
 
 TRAIN = "train"
 """The extra that every command needs."""
+_OURS = ("lowbit", "lowbit_run", "lowbit_lab")
 _TRAIN = ("pydantic", "transformers", "tokenizers", "safetensors", "rich", "tensorboard")
 EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
     "matplotlib": "lab",
@@ -79,15 +80,20 @@ EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 
+def _tells(words: Sequence[str]) -> bool:
+    """Whether other ranks wait for a rank that these words start."""
+    return words[:1] in (["train"], ["generate"]) and "--dry-run" not in words
+
+
 @contextmanager
-def one_line_errors(traceback: bool) -> Iterator[None]:
+def one_line_errors(traceback: bool, *, tells: bool = False) -> Iterator[None]:
     """Turn an expected error into one line and an exit code.
 
     A wrong value, a bad file or a missing extra exits with 2, a failed run with 1, Ctrl-C with 130, a run that SIGTERM
     ended with 143. Anything else is a bug in lowbit and keeps its traceback.
 
     Args:
-        traceback: let every error through.
+        traceback: let every error through. tells: a rank that refuses its settings tells the others, which wait for it.
     """
     try:
         yield
@@ -104,6 +110,10 @@ def one_line_errors(traceback: bool) -> Iterator[None]:
         sys.stderr.write(f"{f'rank {rank}: ' if rank else ''}error: {describe(error)}\n")
         sys.stderr.flush()
         if rank:
+            if tells and code == USAGE and not getattr(error, "told", False):
+                from lowbit_run.job.refusal import tell
+
+                tell(describe(error))
             # Skip destructors: those of a broken process group can wait for peers that are gone.
             sys.stdout.flush()
             os._exit(code)
@@ -120,7 +130,7 @@ def exit_code(error: Exception) -> int | None:
         return FAILURE
     if isinstance(error, ValueError | TypeError | OSError):
         return USAGE
-    if isinstance(error, RuntimeError) and type(error).__module__.startswith("lowbit."):
+    if isinstance(error, RuntimeError) and type(error).__module__.partition(".")[0] in _OURS:
         return FAILURE
     return None
 

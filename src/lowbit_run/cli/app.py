@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lowbit.escape import suggestion
-from lowbit_run.cli.commands import Config, Doctor, Generate, MakeReport, Measurement, Train, extension
+from lowbit_run.cli.commands import Config, Doctor, Export, Generate, MakeReport, Measurement, Train, extension
 from lowbit_run.terminal import columns, examples_in_help, listed, wrapped
 
 
@@ -79,7 +79,7 @@ class _Missing:
         raise ValueError(f'{program} is not installed; install it with: pip install "lowbit[lab]"')
 
 
-_ORDER = ("demo", "train", "config", "doctor", "plan", "generate", "calibrate", "evaluate", "report", "bench")
+_ORDER = ("demo", "train", "config", "doctor", "plan", "generate", "export", "calibrate", "evaluate", "report", "bench")
 
 
 def _commands() -> dict[str, Any]:
@@ -101,6 +101,7 @@ def _commands() -> dict[str, Any]:
             ),
         ),
         "generate": Generate(),
+        "export": Export(),
         "report": MakeReport(),
     } | (added() if added else {})
     return commands

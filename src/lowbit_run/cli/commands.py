@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit import escape
-from lowbit_run.terminal import columns, console, print_pairs, wrapped
+from lowbit_run.terminal import columns, console, print_pairs, wrapped, wrote
 
 if TYPE_CHECKING:
     from lowbit_run.cli.parser import Parser
@@ -103,6 +104,15 @@ class Measurement:
                 results.draw_results(command, report.rows, png)
             if json is not None:
                 results.write_results(command, json)
+        if os.environ.get("RANK", "0") == "0":
+            pairs = list(command.ending(settings))
+            if json is not None:
+                page = json.with_suffix(".html")
+                found = [("page", str(page))] if page.exists() else []
+                pairs += [("results", str(json)), *found]
+                pairs += [] if any(name == "next" for name, _ in pairs) else [wrote("", json, _COMPARES)[1]]
+            if pairs:
+                print_pairs(pairs)
 
 
 _SHORT = {  # the word alone
@@ -197,10 +207,19 @@ def _lines(summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
         yield "traffic", f"{sent:,.1f} MB sent, {saved:z,.1f} MB less than in float32"
         parts = sorted(summary.parts.items(), key=lambda part: -part[1])
         yield "of that", ", ".join(f"{name} {nbytes / 1e6:,.1f}" for name, nbytes in parts)
+    if summary.formats:
+        from lowbit_run.train.auto import FormatChoice, described, why
+
+        choice = FormatChoice.of(summary.formats[-1])
+        yield "few bits", f"{described(choice.formats)}: {why(choice)}"
     if page.exists():
         yield "report", str(page)
     if summary.model is not None:
         yield "model", summary.model
+        yield "next", f'lowbit generate {shlex.quote(str(page.parent))} --prompt "..."'
+    else:
+        following = _COMPARES if page.exists() else "lowbit report {} (writes a page about it)"
+        yield "next", following.format(shlex.quote(str(page.parent)))
 
 
 class Generate:
@@ -226,6 +245,41 @@ class Generate:
         from lowbit_run.generate.launch import run
 
         run(settings)
+
+
+class Export:
+    """`lowbit export`."""
+
+    summary = "Make a model of a checkpoint, in Hugging Face format."
+    examples: tuple[str, ...] = (
+        "lowbit export runs/train",
+        "lowbit export runs/train/checkpoints/step-00000100 --output model",
+    )
+
+    def parser(self, program: str) -> Parser:
+        """Make the parser of the command line."""
+        from lowbit_run.cli.parser import Parser
+        from lowbit_run.config import section
+
+        @section()
+        class ExportConfig:
+            """Output of the command."""
+
+            output: str = ""
+            """Folder for the model, new or empty. If omitted, one named after the step in the folder of the run."""
+
+        parser = Parser(program, self.summary, ExportConfig, examples=self.examples)
+        about = "Folder of a run, for its newest step, or of a step in its `checkpoints`."
+        parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=about)
+        return parser
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Write the model and print its path."""
+        settings, options = self.parser(program).resolve(words)
+        from lowbit_run.train.from_checkpoint import export
+
+        made = export(options["checkpoint"], Path(settings.output) if settings.output else None)
+        print_pairs(wrote("model", made, 'lowbit generate {} --prompt "..."'))
 
 
 _HEADINGS = {"stop": "STOPS", "warning": "warning", "note": "note"}
@@ -292,6 +346,7 @@ def _show(rows: Sequence[Row], tables: Sequence[Any], ending: str) -> None:
 
 
 _COMPARISON = Path("comparison.html")
+_COMPARES = "lowbit report {} OTHER (compares it with another)"
 log = escape.logger(__name__)
 
 
@@ -326,7 +381,10 @@ class MakeReport:
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Write the page and print its path."""
         settings, options = self.parser(program).resolve(words)
-        print(write([Path(run) for run in options["run"]], Path(settings.output) if settings.output else None))
+        runs = options["run"]
+        print(write([Path(run) for run in runs], Path(settings.output) if settings.output else None))
+        following = f"; next: {_COMPARES.format(shlex.quote(runs[0]))}" if len(runs) == 1 else ""
+        sys.stderr.write(f"open it in a browser{following}\n")  # programs take the path from standard output
 
 
 def write(paths: Sequence[Path], output: Path | None = None) -> Path:

@@ -77,6 +77,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         yield "gradients kept in", str(prepared.storage)
     if pipelines > 1:
         yield "gradients averaged in", str(prepared.all_reduce)
+    own = bool(config.model.pretrained) and not config.data.tokenizer
+    yield "tokenizer", "the model's own" if own else config.tokenizer
     kind = "samples" if config.data.format == "jsonl" else "tokens"
     yield kind, f"{prepared.data.described()}, vocabulary of {prepared.vocab:,}"
     for note in prepared.data.notes:

@@ -300,11 +300,16 @@ _WIDTH = 80
 def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterable[tuple[str, str]] = ()) -> _Class:
     """Read a section from a TOML file, if there is one, and apply overrides such as ("pipeline.forward", "int4").
 
+    A section with a method `check_given` is asked at last to check the keys of the overrides, which somebody typed.
+
     Raises:
         ConfigError: a missing or invalid TOML file, an unknown key (the closest valid one is named), or a wrong value.
     """
-    values = read_toml(Path(path)) if path is not None else {}
-    return build(cls, {**values, **{key: Text(text) for key, text in overrides}})
+    values, typed = read_toml(Path(path)) if path is not None else {}, dict(overrides)
+    made: Any = build(cls, {**values, **{key: Text(text) for key, text in typed.items()}})
+    if hasattr(made, "check_given"):
+        made.check_given(typed)
+    return made
 
 
 def to_toml(config: Any, *, meanings: bool = True) -> str:

@@ -40,8 +40,7 @@ from lowbit_run.train.fits import PROCESS_BYTES
 from lowbit_run.train.footprint import rank_peaks
 from lowbit_run.train.identity import compared
 from lowbit_run.train.layout import make_layout
-from lowbit_run.train.model import count_layers, hidden_size, vocabulary
-from lowbit_run.train.pretrained import load_tokenizer
+from lowbit_run.train.model import count_layers, hidden_size, vocabulary_of
 from lowbit_run.train.weights import weights_of
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -183,7 +182,7 @@ def facts(settings: DoctorSettings) -> Facts:
         try:
             config = load(settings.recipe)
             compared_settings = {key: _digest(value) for key, value in compared(config).items()}
-            text = load_data(config.data).fingerprint()
+            text = load_data(config.data, pretrained=config.model.pretrained).fingerprint()
         except (ValueError, OSError, ModuleNotFoundError) as error:
             problem = " ".join(str(error).split())
     try:
@@ -229,7 +228,7 @@ def _needs(config: TrainConfig, ranks: int, device: torch.device) -> tuple[str, 
     if ranks % pipelines:
         return "", ()  # machines with several ranks
     layout = make_layout(config.pipeline, ranks=ranks // pipelines, layers=count_layers(model))
-    vocab = vocabulary(model, load_tokenizer(config.data.tokenizer).size)
+    vocab = vocabulary_of(model, config.data.tokenizer)
     autocast = choose_autocast(config.run.precision, device)
     peaks = rank_peaks(config, layout, vocab=vocab, autocast=autocast)
     return weights_of(config, autocast), tuple(peak + PROCESS_BYTES[device.type] for peak in peaks) * pipelines
@@ -298,7 +297,7 @@ def speed(settings: DoctorSettings) -> Speed:
         config = load(settings.recipe) if settings.recipe else TrainConfig()
         device = choose_device(config.run.device, 1)
         torch.set_num_threads(config.run.threads or threads_per_rank(max(1, torch.cuda.device_count())))
-        vocab = vocabulary(config.model, load_tokenizer(config.data.tokenizer).size)
+        vocab = vocabulary_of(config.model, config.data.tokenizer)
         sequence, autocast = config.data.sequence, choose_autocast(config.run.precision, device)
         rows = max(1, config.rows)
         seconds, tokens, overhead = layer_seconds(config, vocab=vocab, rows=rows, autocast=autocast, device=device)

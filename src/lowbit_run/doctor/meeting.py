@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from lowbit.wire.errors import first_line
 from lowbit.wire.store import bounded, peek, wait_until
 from lowbit_run.doctor.facts import StatementError, read
 from lowbit_run.doctor.settings import DoctorSettings
-from lowbit_run.job.process_group import MeetingError, prove, reach
+from lowbit_run.job.process_group import MeetingError, is_own, prove, reach
 
 _CALL_SECONDS = 10.0  # of a call of the store
 _TRY_SECONDS = 5.0  # to connect once
@@ -138,7 +137,7 @@ def _join(settings: DoctorSettings) -> tuple[int, Store]:
     host, port = settings.place
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
     taken = False
-    if _is_own(host):
+    if is_own(host):
         try:
             return 0, reach(0, timeout=_CALL_SECONDS, patience=_TRY_SECONDS)
         except MeetingError as error:
@@ -163,10 +162,3 @@ def _join(settings: DoctorSettings) -> tuple[int, Store]:
                 say(f"waiting up to {settings.wait:.0f} s for the first machine at {settings.where}: {error}")
                 quiet = True
             time.sleep(5 * _PAUSE)
-
-
-def _is_own(host: str) -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as own:
-        own.bind((host, 0))
-        return True
-    return False

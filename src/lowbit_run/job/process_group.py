@@ -28,15 +28,19 @@ from lowbit import escape
 from lowbit.escape import Printable, one_line, printable
 from lowbit.wire.checksum import ATTEMPT, SECRET, begin_attempt, run_secret
 from lowbit.wire.pytorch import default_group, next_round
-from lowbit.wire.store import bounded, of_attempt, wait_until
+from lowbit.wire.store import bounded, of_attempt, peek, wait_until
 from lowbit_run.config import ConfigError
 from lowbit_run.job.peers import Peers, launcher_keeps_store
+from lowbit_run.job.refusal import Listener
 
 log = escape.logger(__name__)
 
 _kept: dict[tuple[str, int], TCPStore] = {}  # stores that this process hosts until it ends, by address
 _LOOPBACK = ("127.", "localhost", "::1")
 _QUIET_SECONDS = 5.0  # seconds of waiting for other machines before a log line reports it
+_HEAR_SECONDS = 0.5  # between looks for the reasons why a rank does not come
+_ELSEWHERE_SECONDS = 3.0  # between looks for another rank 0
+_ANSWER_SECONDS = 2.0  # for another rank 0 to answer
 
 
 class MeetingError(Printable, ConnectionError):
@@ -55,6 +59,18 @@ class InterfaceError(ConfigError):
     """A rank names a network interface that Gloo cannot use; the same text on every rank."""
 
     on_all_ranks = True
+
+
+class SizeError(ConfigError):
+    """Ranks have different values of WORLD_SIZE; both learn it."""
+
+    on_all_ranks = True
+
+
+class MisplacedError(ConfigError):
+    """This machine is another than that of rank 0, and its RANK is 0; the true rank 0 still waits for this one."""
+
+    told = on_all_ranks = True
 
 
 def new_secret() -> str:
@@ -78,7 +94,10 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            log.warning("%s is not an address of this machine: listening on all of its interfaces", host)
+            log.warning(
+                "%s is not an address of this machine: listening on all of its interfaces, for those who reach them by "
+                "it; on all machines except rank 0's, set RANK=1 or more", host,
+            )  # fmt: skip
             everywhere, host = ("::", "::1") if family == socket.AF_INET6 else ("0.0.0.0", "127.0.0.1")
             listener.bind((everywhere, port))
         listener.listen(4096)
@@ -102,7 +121,7 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
         log.warning(text, SECRET, _where())
     _look_up(rank, os.environ["MASTER_ADDR"])
     deadline = time.monotonic() + patience
-    hello, left = secrets.token_hex(16).encode(), patience
+    hello, left = f"{secrets.token_hex(16)}/{ranks}".encode(), patience
     quiet = True
     while True:
         try:
@@ -151,14 +170,61 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
     elif (host, port) in _kept:
         store = _kept[host, port]
     else:
+        if not is_own(host) and _answers(host, port):
+            raise _misplaced()
         try:
             store = listen(host, port, timeout)
         except OSError as error:
             reason = error.strerror or error
-            raise MeetingError(f"rank 0 cannot listen at {_where()}: {reason}") from error
+            taken = "; allowed: a free MASTER_PORT, and one rank 0 (RANK is 0 here)" if port else ""
+            raise MeetingError(f"rank 0 cannot listen at {_where()}: {reason}{taken}") from error
         if port:
             _kept[host, port] = store
     return of_attempt(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
+
+
+def is_own(host: str) -> bool:
+    """Whether a name or an address is one of this machine."""
+    with contextlib.suppress(OSError, UnicodeError):
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as own:
+            own.bind(address)
+            return True
+    return False
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_ANSWER_SECONDS):
+        return True
+    return False
+
+
+def _misplaced() -> MisplacedError:
+    return MisplacedError(
+        f"RANK is 0, and MASTER_ADDR is {os.environ['MASTER_ADDR']!r}, another machine, where a rank 0 answers; "
+        "allowed here: set RANK=1, or the next number that is free"
+    )
+
+
+def _check_place(store: Store) -> None:
+    """Raise MisplacedError if another rank 0 answers where this one listens in vain; through a NAT it may be itself."""
+    try:
+        other = reach(1, timeout=_ANSWER_SECONDS, patience=_ANSWER_SECONDS)
+        first = bounded(partial(peek, other, "hello/0"), _ANSWER_SECONDS)
+    except (RuntimeError, TimeoutError):
+        return
+    if first != peek(store, "hello/0"):
+        raise _misplaced()
+
+
+def _check_sizes(store: Store, rank: int, ranks: int) -> None:
+    """Raise SizeError if WORLD_SIZE of rank 0 differs from this rank's, or on rank 0 that of any."""
+    for other in range(ranks) if rank == 0 else (0,):
+        size = peek(store, f"hello/{other}").rpartition(b"/")
+        if size[1] and size[2].isdigit() and len(size[2]) < 9 and int(size[2]) != ranks:
+            raise SizeError(
+                f"WORLD_SIZE is {ranks} on rank {rank} and {int(size[2])} on rank {other}; allowed: the same everywhere"
+            )
 
 
 def prove(
@@ -172,12 +238,26 @@ def prove(
 
     AloneError: a rank did not come in time. MeetingError: a rank does not know the secret, or has already met others.
     """
-    run = hashlib.sha256(b"|".join(_everybody(store, "hello", rank, ranks, patience))).digest()
+    listener, foreign = Listener(store, rank, secret), rank == 0 and _is_foreign()
+    due = [0.0, time.monotonic() + _ELSEWHERE_SECONDS]
+
+    def hear() -> None:
+        if time.monotonic() < due[0]:
+            return
+        due[0] = time.monotonic() + _HEAR_SECONDS
+        listener.hear()
+        _check_sizes(store, rank, ranks)
+        if foreign and time.monotonic() > due[1]:
+            _check_place(store)
+            due[1] = time.monotonic() + _ELSEWHERE_SECONDS
+
+    run = hashlib.sha256(b"|".join(_everybody(store, "hello", rank, ranks, patience, hear))).digest()
+    _check_sizes(store, rank, ranks)
     if known is not None:
         known(run.hex())
     expected = [hmac.new(secret, run + str(r).encode(), hashlib.sha256).hexdigest() for r in range(ranks)]
     store.set(f"proof/{rank}", expected[rank])
-    proofs = _everybody(store, "proof", rank, ranks, patience)
+    proofs = _everybody(store, "proof", rank, ranks, patience, hear)
     strangers = tuple(r for r in range(ranks) if not hmac.compare_digest(proofs[r], expected[r].encode()))
     if strangers:
         names = ", ".join(f"rank {r}" for r in strangers)
@@ -190,18 +270,30 @@ def prove(
     return run.hex()
 
 
-def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) -> list[bytes]:
-    """Wait until every rank has written its key of this name, and return the values in the order of the ranks."""
+def _everybody(
+    store: Store, name: str, rank: int, ranks: int, patience: float, hear: Callable[[], None] | None = None
+) -> list[bytes]:
+    """Wait until every rank has written its key of this name, and return the values in the order of the ranks.
+
+    `hear` is called meanwhile, and may raise the reason why a rank does not come.
+    """
     keys = [f"{name}/{r}" for r in range(ranks)]
+
+    def come() -> bool:
+        if store.check(keys):
+            return True
+        if hear is not None:
+            hear()
+        return False
 
     def missing() -> str:
         return ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
 
     left = patience
-    if patience > _QUIET_SECONDS and not wait_until(lambda: store.check(keys), _QUIET_SECONDS):
+    if patience > _QUIET_SECONDS and not wait_until(come, _QUIET_SECONDS):
         left -= _QUIET_SECONDS
         log.warning("rank %d waits up to %.0f s for %s to come to %s", rank, left, missing() or "others", _where())
-    if not wait_until(lambda: store.check(keys), left):
+    if not wait_until(come, left):
         raise _alone(rank, ranks, patience, f"{missing()} did not join")
     return [bytes(value) for value in store.multi_get(keys)]
 
@@ -224,6 +316,7 @@ def master_port() -> int:
 
 
 _meetings = itertools.count()  # numbers this process's meetings: each uses its own part of the store
+_met = False  # whether the ranks of this process have met: from then on, all of them learn of errors
 _CHOSEN = "GLOO_SOCKET_IFNAME"
 _LEAVE_SECONDS = 5.0  # most seconds to destroy the group after an error
 _SIOCGIFADDR, _SIOCGIFFLAGS = 0x8915, 0x8913  # Linux ioctls: get the IPv4 address, the flags of an interface
@@ -286,6 +379,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
             if not alone:
                 known = None if peers is None or ATTEMPT in os.environ else peers.enter
                 begin_attempt(prove(store, rank, ranks, secret=run_secret(), patience=patience, known=known))
+                _note_meeting()
                 if peers is not None:
                     peers.settle()
             _check_interfaces(store, rank, ranks, patience)
@@ -297,6 +391,21 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _note_meeting() -> None:
+    global _met
+    _met = True
+
+
+def have_met() -> bool:
+    """Whether this process has met the other ranks of its run."""
+    return _met
+
+
+def _is_foreign() -> bool:
+    """Whether rank 0 keeps its store here, and MASTER_ADDR is an address of another machine."""
+    return "MASTER_ADDR" in os.environ and not launcher_keeps_store() and not is_own(os.environ["MASTER_ADDR"])
 
 
 def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:

@@ -35,6 +35,7 @@ from lowbit_run.plan.measure import bytes_between_passes, bytes_by_width, compre
 from lowbit_run.plan.sizes import parse_bytes, two_layers
 from lowbit_run.report import Column, Command, Row, Table, check_output
 from lowbit_run.simulate.step import order_of
+from lowbit_run.terminal import wrote
 from lowbit_run.train.activations import planned_settings
 from lowbit_run.train.config import (
     FULL_PRECISION,
@@ -51,8 +52,15 @@ from lowbit_run.train.config import (
 from lowbit_run.train.data import Order, load_data
 from lowbit_run.train.footprint import model_bytes
 from lowbit_run.train.layout import PipelineLayout, make_layout
-from lowbit_run.train.model import StageModule, add_adapters, build_model, count_layers, next_token_loss, vocabulary
-from lowbit_run.train.pretrained import load_tokenizer
+from lowbit_run.train.model import (
+    StageModule,
+    add_adapters,
+    build_model,
+    count_layers,
+    next_token_loss,
+    vocabulary,
+    vocabulary_of,
+)
 from lowbit_run.train.single_process import model_loss, train_single_process
 from lowbit_run.train.weights import weights_of
 
@@ -135,7 +143,7 @@ class MemorySettings:
     @property
     def vocab(self) -> int:
         """Entries of the embedding."""
-        return vocabulary(self.model, load_tokenizer(self.data.tokenizer).size)
+        return vocabulary_of(self.model, self.data.tokenizer)
 
     @property
     def held(self) -> InFlight:
@@ -283,6 +291,9 @@ COMMAND = Command(
     ),
     settings=MemorySettings,
     measure=measure,
+    ending=lambda settings: (
+        wrote("plan", settings.out, "lowbit train run.toml --activations.plan {}") if settings.out else ()
+    ),
     tables=(
         Table(
             columns=(
@@ -461,10 +472,8 @@ def kind_of(layout: PipelineLayout, stage: int) -> tuple[bool, bool]:
 
 def sample_model(settings: MemorySettings) -> tuple[nn.Module, Callable[[], Tensor]]:
     """The whole model, in float32 without dropout, and its loss on one short sample of text, for gradient errors."""
-    tokenizer = settings.data.tokenizer
-    if settings.model.pretrained and tokenizer == "bytes":
-        tokenizer = settings.model.pretrained
-    data = load_data(replace(settings.data, tokenizer=tokenizer, sequence=settings.error_tokens, batch=1))
+    short = replace(settings.data, sequence=settings.error_tokens, batch=1)
+    data = load_data(short, pretrained=settings.model.pretrained)
     vocab = vocabulary(settings.model, data.tokenizer.size)
     sequence = max(settings.data.sequence, settings.error_tokens)
     exact = replace(settings.model, dropout=0.0)

@@ -18,6 +18,7 @@ from lowbit_run.plan.cluster import Cluster
 from lowbit_run.plan.predict import PipelineChoice, Prediction, Predictor, search
 from lowbit_run.plan.sizes import measure_sizes
 from lowbit_run.report import Column, Command, Row, Table, check_output
+from lowbit_run.terminal import wrote
 from lowbit_run.train import load
 from lowbit_run.train.config import (
     DataConfig,
@@ -29,8 +30,7 @@ from lowbit_run.train.config import (
     TrainConfig,
 )
 from lowbit_run.train.layout import even
-from lowbit_run.train.model import vocabulary
-from lowbit_run.train.pretrained import load_tokenizer
+from lowbit_run.train.model import vocabulary_of
 
 _PLAIN = ("fp32", "bf16")
 _MOST_MICRO_BATCHES = 64
@@ -134,7 +134,7 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
         check_output(Path(settings.output))
         check_written(settings.output, _PROGRAM, overwrite=settings.overwrite)
     cluster = Cluster.read(settings.cluster)
-    vocab = vocabulary(settings.model, load_tokenizer(settings.data.tokenizer).size)
+    vocab = vocabulary_of(settings.model, settings.data.tokenizer)
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
     sizes = measure_sizes(settings.trained(PipelineConfig(microbatches=1)), vocab=vocab, autocast=autocast)
     predictor = Predictor(cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch)
@@ -229,6 +229,7 @@ COMMAND = Command(
     ),
     settings=PipelinePlanSettings,
     measure=measure,
+    ending=lambda settings: wrote("settings", settings.output, "lowbit train {}") if settings.output else (),
     tables=(
         Table(
             title=_title,

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +211,7 @@ class Command:
         key: fields that identify a row; with a key, rows of an earlier `--json` file are kept.
         free: settings that may differ from those of that file.
         live: show rows as they come; False for a command that shows its own progress.
+        ending: from the settings, what the command has written, and the next command, for its last lines.
     """
 
     name: str
@@ -224,6 +225,7 @@ class Command:
     key: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
     live: bool = True
+    ending: Callable[[Any], Iterable[tuple[str, str]]] = lambda settings: ()
 
 
 def run(

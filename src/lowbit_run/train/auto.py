@@ -191,6 +191,22 @@ def described(formats: Sequence[str]) -> str:
     return ", ".join(texts)
 
 
+def why(choice: FormatChoice, metrics: StepMetrics | None = None) -> str:
+    """Say in a few words what few bits save, or would save; `metrics`: of the last step before the choice."""
+    if not choice.mbit:
+        return "all ranks are on one machine, where few bits save nothing"
+    seconds = {name: value for name, value in choice.predicted.items() if name != "these"}
+    exact, these, link = next(iter(seconds)), choice.predicted["these"], ""
+    if metrics is not None:
+        used = {name: 8 * metrics.links.get(name, 0) / metrics.seconds / 1e6 for name in choice.mbit}
+        name = max(used, key=lambda name: used[name] / choice.mbit[name])
+        link = f"link {name} carries {used[name]:,.1f} of its {choice.mbit[name]:,.0f} Mbit/s, and "
+    if set(choice.formats) == {exact}:
+        saved = max(0.0, 1 - min(seconds.values()) / these)
+        return f"{link}fewer bits would save {saved:.0%} of a step"
+    return f"{link}a step takes {these:.2f} s by forecast, {seconds[exact]:.2f} s with {exact}"
+
+
 class Watch:
     """Decides when to look at the links again, from numbers that are the same on all ranks."""
 

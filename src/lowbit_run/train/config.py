@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from lowbit_run.config import ConfigError, NonNegative, Positive, build, resolve, section
+from lowbit_run.train.effects import check_effects
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
 Schedule = Literal[
@@ -143,8 +144,9 @@ class DataConfig:
     """Files, folders or glob patterns to evaluate on. If omitted, the last `held_out_share`."""
     held_out_share: Annotated[float, Field(ge=0, le=0.9)] = 0.05
     """Share of the tokens or samples that is held out for evaluation."""
-    tokenizer: str = "bytes"
-    """Local folder with a Hugging Face tokenizer, or "bytes" for one token per byte."""
+    tokenizer: str = ""
+    """Local folder with a Hugging Face tokenizer, or "bytes" for one token per byte. If omitted, that of
+    `model.pretrained`, or bytes for a model from scratch."""
     sequence: Positive = 256
     """Tokens of a window."""
     batch: Positive = 8
@@ -341,6 +343,9 @@ class RunConfig:
     sender."""
     checkpoint_every: NonNegative = 100
     """Steps between checkpoints. 0: no checkpoints."""
+    checkpoint_minutes: NonNegativeFloat = 10.0
+    """Most minutes between checkpoints, by rank 0's clock: one is also saved after the step in which they are over. 0:
+    after steps of `checkpoint_every` only."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Number of checkpoints to keep."""
     resume: bool | Literal["auto"] = False
@@ -378,9 +383,13 @@ class RunConfig:
             raise ConfigError(
                 f"run.allow_change is {list(self.allow_change)}; allowed: with run.resume or run.supervise only"
             )
-        for key in ("resume", "supervise"):
-            if getattr(self, key) and self.overwrite:
-                raise ConfigError(f"run.{key} and run.overwrite are both true; allowed: one of the two")
+        if self.supervise and self.overwrite:
+            raise ConfigError(
+                f"run.supervise and run.overwrite are both true; allowed: run.supervise alone, which continues what is "
+                f"in run.output; to begin anew, name another one, or remove {self.output!r} first"
+            )
+        if self.resume and self.overwrite:
+            raise ConfigError("run.resume and run.overwrite are both true; allowed: one of the two")
 
 
 @section()
@@ -461,11 +470,20 @@ class TrainConfig:
         return bool(self.lora.rank) and not self.activations.coded
 
     @property
+    def tokenizer(self) -> str:
+        """`data.tokenizer`, or its default."""
+        return self.data.tokenizer or self.model.pretrained or "bytes"
+
+    @property
     def codec_warmup_steps(self) -> int:
         """`pipeline.warmup_steps`, or its default."""
         if self.pipeline.warmup_steps is not None:
             return self.pipeline.warmup_steps
         return 0 if self.model.pretrained else min(100, self.run.steps // 4)
+
+    def check_given(self, typed: Iterable[str]) -> None:
+        """Check that options have an effect, those of the command line also if they equal the default."""
+        check_effects(self, typed)
 
     def to_json(self) -> str:
         """Return JSON that `from_mapping(json.loads(...))` reads back."""

@@ -12,7 +12,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from lowbit_run.train import dates
 from lowbit_run.train.answers import Answers, encode, fit, fit_held_out, read_samples
 from lowbit_run.train.config import DataConfig
 from lowbit_run.train.folder import RunFolder
-from lowbit_run.train.pretrained import ByteTokenizer, Tokenizer, definition, load_tokenizer
+from lowbit_run.train.pretrained import ByteTokenizer, Tokenizer, definition, is_own, tokenizer_for
 
 log = escape.logger(__name__)
 
@@ -114,16 +114,20 @@ class Data:
         return f"{train:,} to train on, {held_out:,} held out"
 
 
-def load_data(data: DataConfig, *, cache: Path | None = None, date: str = "") -> Data:
+def load_data(data: DataConfig, *, pretrained: str = "", cache: Path | None = None, date: str = "") -> Data:
     """Read, tokenize and cut the text.
 
     Args:
+        pretrained: folder of the model, whose tokenizer is used unless `data` names one; empty: bytes.
         cache: folder that keeps the token ids of a Hugging Face tokenizer, so that they are computed only once.
         date: day for chat templates, unless `data` sets one; empty: today.
     """
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer, foreign = tokenizer_for(data.tokenizer, pretrained), list[str]()
+    if pretrained and not is_own(tokenizer, data.tokenizer, pretrained):
+        foreign.append(f"data.tokenizer is {data.tokenizer!r}, which is not the tokenizer of the model {pretrained!r}")
     if data.format == "jsonl":
-        return _load_samples(data, tokenizer, data.date or date or dates.today())
+        loaded = _load_samples(data, tokenizer, data.date or date or dates.today())
+        return replace(loaded, notes=(*foreign, *loaded.notes))
     are_text: list[bool] = []  # of each document
     tokens = _tokens(_checked(capped(documents(data), data.max_bytes), are_text), tokenizer, cache)
     if not len(tokens):
@@ -133,7 +137,7 @@ def load_data(data: DataConfig, *, cache: Path | None = None, date: str = "") ->
         held_out = _tokens(_checked(texts, are_text), tokenizer, cache)
     else:
         tokens, held_out = np.split(tokens, [held_out_start(len(tokens), data.held_out_share)])
-    notes: list[str] = []
+    notes = foreign
     if not all(are_text) and not isinstance(tokenizer, ByteTokenizer):
         notes.append(
             f"{are_text.count(False)} of {len(are_text)} documents are not UTF-8, such as pictures: "
@@ -378,6 +382,11 @@ def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optiona
     except Exception as error:  # the package raises errors of its own and of its storage
         raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {first_line(error)}") from error
     if isinstance(opened, datasets.Dataset):
+        if data.dataset_split != DataConfig.dataset_split:
+            raise ConfigError(
+                f"data.dataset_split is {data.dataset_split!r}, and data.dataset {data.dataset!r} has no splits, where "
+                "it has no effect; allowed: a folder with splits"
+            )
         return opened
     if data.dataset_split not in opened:  # a DatasetDict
         splits = ", ".join(map(str, opened))

@@ -61,8 +61,8 @@ def check_weights_fit(
         weights = sum((one := kept.rank(layout, place)).weights + one.adapters for place in places)
         if weights > whole:
             raise ConfigError(
-                f"the weights of {_named(places)} take {_gb(weights)} GB, {_place(where)} has {_gb(whole)} GB of memory"
-                f"; allowed: {advice}"
+                f"the weights of {_named(places)} take {_gb(weights)} GB, {_place(where)} has {_gb(whole)} GB of "
+                f"memory; allowed: {advice}"
             )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from lowbit import escape
 from lowbit.escape import printable
 from lowbit_run.config import ConfigError
-from lowbit_run.train.checkpoints.manifest import FOLDER, shares_newest_first
+from lowbit_run.train.checkpoints.manifest import FOLDER, newest_step, shares_newest_first
 from lowbit_run.train.config import TrainConfig
 
 log = escape.logger(__name__)
@@ -161,7 +161,9 @@ def check_output(config: TrainConfig) -> None:
         )
     earlier = [each for each in (*FILES, *_FOLDERS) if (output / each).exists()]
     if folder.marked and earlier and not (run.resume or run.overwrite):
+        step = newest_step(output / FOLDER)
+        goes_on = f"run.resume=true (--resume) to continue from step {step}, " if step is not None else ""
         raise ConfigError(
-            f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, run.resume=true (--resume) "
-            "to continue from its newest checkpoint, or run.overwrite=true (--overwrite) to delete it"
+            f"{name} holds a run already ({', '.join(earlier)}){'' if goes_on else ', without a checkpoint'}; "
+            f"allowed: another folder, {goes_on}or run.overwrite=true (--overwrite) to delete it"
         )

@@ -21,7 +21,7 @@ from lowbit_run.train.config import FULL_PRECISION, TrainConfig
 from lowbit_run.train.data import Data, Windows
 from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.model import architecture, targets_of
-from lowbit_run.train.pretrained import definition
+from lowbit_run.train.pretrained import ByteTokenizer, definition
 from lowbit_run.train.tied import tied_codec
 
 FIXED = (
@@ -83,7 +83,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "data.text": _digest(data.train, *([] if config.data.held_out else [data.held_out])),
         "data.held_out": _digest(data.held_out) if config.data.held_out else "",
         "data.held_out_share": config.data.held_out_share,
-        "data.tokenizer": _tokenizer(config, data),
+        "data.tokenizer": _tokenizer(data),
         "data.sequence": config.data.sequence,
         "data.batch": config.data.batch,
         "pipeline.microbatches": pipeline.microbatches,
@@ -161,7 +161,8 @@ def _unrecorded(key: str) -> Any:
     section, _, name = key.partition(".")
     default = getattr(getattr(TrainConfig(), section, None), name, "")
     # An empty text stands for what a run derives, such as a digest of its data.
-    return _ONCE.get(key, "not recorded" if default == "" else json.loads(json.dumps(default)))
+    derived = default == "" or key in ("data.text", "data.held_out")
+    return _ONCE.get(key, "not recorded" if derived else json.loads(json.dumps(default)))
 
 
 def check_allowed(keys: Iterable[str], compared_keys: Iterable[str]) -> None:
@@ -218,8 +219,8 @@ def _digest(*parts: Windows | Answers) -> str:
     return f"{sum(sizes)} {unit} with digest {digest.hexdigest()[:16]}"
 
 
-def _tokenizer(config: TrainConfig, data: Data) -> str:
-    if config.data.tokenizer == "bytes":
+def _tokenizer(data: Data) -> str:
+    if isinstance(data.tokenizer, ByteTokenizer):
         return "bytes"
     return hashlib.sha256(definition(data.tokenizer.hugging_face()).encode()).hexdigest()[:16]
 

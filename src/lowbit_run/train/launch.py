@@ -65,11 +65,18 @@ def run(config: TrainConfig) -> Summary | None:
         prepare(config, ranks=config.ranks)
         start_ranks(config)
     except (LaunchError, StoppedError) as error:
-        step = newest_step(Path(config.run.output) / FOLDER)
-        if step is not None and error.code != USAGE:  # otherwise resuming cannot help
-            error.args = (f"{error}; --resume continues from step {step}",)
+        if error.code != USAGE:  # otherwise resuming cannot help
+            error.args = (f"{error}{_goes_on(config, '; --resume continues from step {}')}",)
         raise
     return read_summary(summary)
+
+
+def _goes_on(config: TrainConfig, how: str) -> str:
+    """Say how to continue, and how to make a model of what is there; empty without a checkpoint."""
+    step = newest_step(Path(config.run.output) / FOLDER)
+    if step is None:
+        return ""
+    return f"{how.format(step)}, and lowbit export {escape.printable(config.run.output)} makes a model of it"
 
 
 def check_early(config: TrainConfig) -> None:
@@ -157,15 +164,17 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
         except LaunchError as error:
             step = newest_step(checkpoints)
             place = "the start" if step is None else f"step {step}"
+            goes_on = _goes_on(config, ". The same command continues from step {}") or (
+                ". The same command continues from the start"
+            )
             if error.interrupted:
-                error.args = (f"{error}. The same command continues from {place}",)
+                error.args = (f"{error}{goes_on}",)
                 raise
             if error.code == ALONE and step == config.run.steps:
                 log.warning("%s. All %d steps are done: the other ranks must have finished", error, step)
                 return
             if reason := attempts.give_up(error.code, step):
-                how = "" if error.code == USAGE else f". The same command continues from {place}"
-                raise LaunchError(f"{error}; {reason}{how}", error.code) from error
+                raise LaunchError(f"{error}; {reason}{'' if error.code == USAGE else goes_on}", error.code) from error
             log.warning(
                 "%s. Starting again from %s (attempt %d without a new checkpoint, at most %d)",
                 error, place, attempts.in_vain, config.run.restarts,

@@ -25,7 +25,7 @@ from lowbit_run.job.process_group import joined, world
 from lowbit_run.job.stop import StoppedError, StopRequest, end_rank, stop_requests
 from lowbit_run.report.command import machine
 from lowbit_run.report.training import write_report
-from lowbit_run.train.auto import Auto, FormatChoice, described
+from lowbit_run.train.auto import Auto, FormatChoice, described, why
 from lowbit_run.train.boundaries import in_full
 from lowbit_run.train.checkpoints import state
 from lowbit_run.train.checkpoints.manifest import Manifest
@@ -148,6 +148,7 @@ class Run:
         self.choices: list[FormatChoice] = []
         try:
             self.start = self.saved = self._begin()  # `saved`: the step of the newest checkpoint
+            self.saved_at = time.monotonic()
         except BaseException:
             self.folder.unlock()
             raise
@@ -177,6 +178,7 @@ class Run:
                     nullcontext() if tracing is None else tracing.step(done + 1),
                     nullcontext() if steps_here else phase(_FIRST_STEP, trainer.rank, show=run.progress),
                 ):
+                    trainer.wants_checkpoint = 0 < 60 * run.checkpoint_minutes <= time.monotonic() - self.saved_at
                     metrics = trainer.step(done)
                 done, steps_here = metrics.step, steps_here + 1
                 for watcher in self._watchers:
@@ -207,7 +209,7 @@ class Run:
                     self._write_about()
             trainer.pipeline.look_ahead(True)
         if self.auto is not None and not last and self.auto.due(metrics):
-            self._choose_formats(self.auto, done)
+            self._choose_formats(self.auto, metrics)
         if done == self.config.codec_warmup_steps:
             self._show_chosen()
         if self.goal is not None and self.goal.due(done):
@@ -215,7 +217,7 @@ class Run:
         if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
             trainer.pipeline.look_ahead(False)
         long = trainer.stop_asked
-        if run.checkpoint_every and (done % run.checkpoint_every == 0 or last):
+        if run.checkpoint_every and (done % run.checkpoint_every == 0 or last or trainer.checkpoint_due):
             self._save(done)
             long = True
         if run.eval_every and done % run.eval_every == 0 and not last and not trainer.stop_asked:
@@ -231,7 +233,7 @@ class Run:
         if self.auto is not None and self.auto.choice is not None:
             manifest = replace(manifest, identity=manifest.identity | {CHOSEN: asdict(self.auto.choice)})
         self.checkpoints.save(done, tensors, manifest, trainer.side)
-        self.saved = done
+        self.saved, self.saved_at = done, time.monotonic()
 
     def _stop_if_asked(self, done: int) -> None:
         """Stop after `done` steps on all ranks if a signal asked any of them to, with a checkpoint if there are any."""
@@ -497,7 +499,7 @@ class Run:
         elif self.trainer.rank == 0:
             log.warning("%s", text)
 
-    def _choose_formats(self, auto: Auto, done: int) -> None:
+    def _choose_formats(self, auto: Auto, metrics: StepMetrics) -> None:
         """Choose the formats; unless it is the first choice, measure the links before, and choose if that is due."""
         before = auto.choice
         if before is not None:
@@ -506,11 +508,11 @@ class Run:
             if not auto.looked(self.mbit, time.perf_counter() - begin):
                 return
             self.trips = self._measure_distance()
-        choice = auto.choose(done, self.trips, self.rates, dict(self.mbit))
+        choice = auto.choose(metrics.step, self.trips, self.rates, dict(self.mbit))
         if self.trainer.rank == 0:
             log.info("%s", choice)
         if before is None or before.formats != choice.formats:
-            self._note_formats(choice)
+            self._note_formats(choice, metrics)
 
     def _check(self, goal: Goal, done: int) -> None:
         """Compare the cost of the formats with the goal, and show the result."""
@@ -529,11 +531,12 @@ class Run:
             if self.progress is not None:
                 self.progress.say(f"{place}: {codec}")
 
-    def _note_formats(self, choice: FormatChoice) -> None:
-        """Show a choice of formats, and record it for the report."""
+    def _note_formats(self, choice: FormatChoice, metrics: StepMetrics | None = None) -> None:
+        """Show a choice of formats after a step, or of a checkpoint, and record it for the report."""
         self.choices.append(choice)
         if self.progress is not None:
-            self.progress.say(f"formats from step {choice.step + 1} on: {described(choice.formats)}")
+            reason = why(choice, metrics)
+            self.progress.say(f"formats from step {choice.step + 1} on: {described(choice.formats)}: {reason}")
         self.about["formats"] = [asdict(choice) for choice in self.choices]
         if self.trainer.rank == 0:
             self._write_about()

@@ -41,6 +41,7 @@ from lowbit_run.train.pretrained import (
     check_weights,
     copy_files,
     load,
+    load_tokenizer,
     read_config,
     transformers_config,
 )  # fmt: skip
@@ -72,6 +73,13 @@ def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
             "allowed: at least as many as the tokenizer"
         )
     return wanted
+
+
+def vocabulary_of(model: ModelConfig, tokenizer: str) -> int:
+    """Return the same without text: a pretrained model needs no tokenizer for it, unless `data.tokenizer` names one."""
+    if model.pretrained and not tokenizer:
+        return vocabulary(model, 0)
+    return vocabulary(model, load_tokenizer(tokenizer or "bytes").size)
 
 
 def hidden_size(model: ModelConfig) -> int | None:
@@ -417,5 +425,5 @@ def save_companions(folder: Path, config: TrainConfig, generation: GenerationCon
     generation.to_json_file(folder / GENERATION)
     if config.model.pretrained:
         copy_files(config.model.pretrained, folder, MODEL_FILES)
-    if config.data.tokenizer != "bytes":
-        copy_files(config.data.tokenizer, folder, TOKENIZER_FILES)
+    if config.tokenizer != "bytes":
+        copy_files(config.tokenizer, folder, TOKENIZER_FILES)

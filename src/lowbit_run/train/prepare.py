@@ -130,7 +130,8 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
 
 
 def _load(config: TrainConfig, date: str) -> Data:
-    return load_data(config.data, cache=Path(config.run.output) / "cache", date=date)
+    cache = Path(config.run.output) / "cache"
+    return load_data(config.data, pretrained=config.model.pretrained, cache=cache, date=date)
 
 
 def on_date(prepared: Prepared, date: str) -> Prepared:

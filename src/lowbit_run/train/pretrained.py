@@ -53,6 +53,8 @@ TOKENIZER_FILES = re.compile(
 )
 """Files of a tokenizer that other programs read, and that Transformers need not write again."""
 
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tekken.json")  # the same, which Transformers writes
+
 _Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, by name
 
 
@@ -449,6 +451,36 @@ def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
     if not Path(name).is_dir():
         raise ConfigError(f"{key} is {name!r}; allowed: bytes, or a folder that exists{hint(name)}")
     return FolderTokenizer(name, key=key)
+
+
+def tokenizer_for(name: str, pretrained: str) -> Tokenizer:
+    """Load the tokenizer `data.tokenizer`; without a name that of `model.pretrained`, or bytes without a model."""
+    if name or not pretrained:
+        return load_tokenizer(name or "bytes")
+    if not _has_tokenizer(pretrained):
+        raise ConfigError(
+            f"model.pretrained is {pretrained!r}, which holds no tokenizer, and data.tokenizer is empty; "
+            "allowed: the folder of the model's tokenizer in data.tokenizer, or bytes"
+        )
+    own = FolderTokenizer(pretrained, key="the tokenizer of model.pretrained")
+    bytes_ = ByteTokenizer()  # of a model that was trained on bytes, where byte 0 ends an answer
+    return bytes_ if definition(own.hugging_face()) == definition(bytes_.hugging_face()) else own
+
+
+def is_own(tokenizer: Tokenizer, name: str, pretrained: str) -> bool:
+    """Whether a tokenizer, loaded from `name`, is that of the pretrained model."""
+    if not name or Path(name).resolve() == Path(pretrained).resolve():
+        return True
+    if not _has_tokenizer(pretrained):
+        return False
+    with contextlib.suppress(ConfigError):
+        own = FolderTokenizer(pretrained).hugging_face()
+        return definition(own) == definition(tokenizer.hugging_face())
+    return False
+
+
+def _has_tokenizer(folder: str) -> bool:
+    return any(TOKENIZER_FILES.fullmatch(path.name) or path.name in _TOKENIZER for path in Path(folder).glob("*"))
 
 
 def definition(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -45,6 +45,9 @@ _OUTSIDE_STEPS = {  # parts of the traffic outside of steps, by purpose of messa
 }  # fmt: skip
 
 
+_CHECKPOINT = 1 << 30  # for a checkpoint that is due, in the sum of signals of all ranks, which is always smaller
+
+
 class DivergedError(RuntimeError):
     """The loss or the gradients are not finite; the weights are those before the step."""
 
@@ -58,12 +61,15 @@ class Trainer:
         pipeline_kind: class of `pipeline`; measurements replace it.
         stop: the signal that asked this rank to end. stop_asked: whether one had asked any rank when the last step
             ended; the same on all ranks.
+        wants_checkpoint: set by rank 0 when one is due by its clock. checkpoint_due: whether it had been when the last
+            step ended; the same on all ranks.
 
     Raises:
         AgreementError: ranks have different configurations, texts or versions.
     """
 
     pipeline_kind: type[Pipeline] = Pipeline
+    wants_checkpoint = checkpoint_due = False
 
     def __init__(self, prepared: Prepared, stop: StopRequest | None = None) -> None:
         self.stop, self.stop_asked = stop or StopRequest(), False
@@ -224,9 +230,10 @@ class Trainer:
         squares = optim.squared_norm(self.gradients.of(self.counted))
         own = self.links.values(self.rank, self._by_receiver(work), work.wait_seconds)
         work.other_bytes += sum(self._sums.sent_to.values())
-        sums = torch.tensor([self.stop.number, loss, squares, *astuple(work), *own], dtype=torch.float64)
-        stop, loss, squares, *rest = self._sums.of(sums).tolist()
-        self.stop_asked = stop > 0
+        asked = self.stop.number + _CHECKPOINT * (self.rank == 0 and self.wants_checkpoint)
+        sums = torch.tensor([asked, loss, squares, *astuple(work), *own], dtype=torch.float64)
+        asked, loss, squares, *rest = self._sums.of(sums).tolist()
+        self.checkpoint_due, self.stop_asked = asked >= _CHECKPOINT, asked % _CHECKPOINT > 0
         costs, shares = rest[: (count := len(fields(Work)))], rest[count:]
         replicas = self.replicas.count  # their gradients are equal by now
         return loss / replicas, math.sqrt(squares / replicas), Work(*costs), shares

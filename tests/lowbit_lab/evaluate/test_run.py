@@ -78,6 +78,9 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
     assert (tmp_path / "c.png").stat().st_size > 5000
     assert "bits per value, as published: no gain for each token\n" in result.stdout
     assert Calibration.load(output).gain == "static"
+    ending = result.stdout.splitlines()[-4:]
+    assert [line.split()[0] for line in ending] == ["ranges", "next", "results", "page"]
+    assert f"lowbit evaluate {folder} --low-bit --tp 2" in " ".join(result.stdout.split())
     settings = evaluation_config(folder, tps=(2,), formats=("feature-int4-static",), dtype="bfloat16")
     theirs = run(EVALUATE, dataclasses.replace(settings, calibrations=(str(output),))).rows[1]
     derived = run(EVALUATE, dataclasses.replace(settings, calibrations=(str(calibrated),))).rows[1]

@@ -80,6 +80,7 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert (run.seed, pipeline.ranks) == ((2, 3) if "--ranks" in words else (1, 4))
         assert "held-out loss     1.2500" in result.stdout
         assert "4.40 forward, 6.50 backward" in result.stdout
+        assert "lowbit report runs/train (writes a page about it)" in " ".join(result.stdout.split())
     missing = invoke("train", "missing.toml", "--traceback")
     assert isinstance(missing.exception, lowbit_run.train.ConfigError), "with its origin"
 

@@ -207,6 +207,10 @@ def test_the_command_writes_what_train_takes(command: Callable[..., Any]):
     seconds = 97 * rows[1]["seconds_per_step"] + 294 * first["seconds_per_step"]
     assert first["hours"] == pytest.approx(seconds / 3600, rel=0.2)
     command(words)  # nobody has changed the file
+    ending = invoke("plan", "pipeline", "cluster.toml", *shlex.split(words)).stdout
+    assert [line.split() for line in ending.splitlines()[-2:]] == [
+        ["settings", "run.toml"], ["next", "lowbit", "train", "run.toml"]
+    ]  # fmt: skip
     mine = Path("run.toml").read_text() + "# mine\n"
     Path("run.toml").write_text(mine)
     changed = "not written by lowbit, or was changed since; allowed: another file, or --overwrite"

@@ -21,13 +21,13 @@ from lowbit_run.report.run_files import read_run
 from lowbit_run.report.training import run_page
 from lowbit_run.simulate.predict import share_of_rates
 from lowbit_run.train import TrainConfig, auto, loop, train
-from lowbit_run.train.auto import Watch, choose, forecast
+from lowbit_run.train.auto import FormatChoice, Watch, choose, forecast, why
 from lowbit_run.train.boundaries import AUTO_FORMATS, usable
 from lowbit_run.train.checkpoints.manifest import read_manifest
 from lowbit_run.train.config import PipelineConfig
 from lowbit_run.train.identity import CHOSEN
 from lowbit_run.train.layout import make_layout
-from lowbit_run.train.metrics import read_metrics
+from lowbit_run.train.metrics import Work, read_metrics, step_metrics
 from tests.lowbit_run.train.runs import LIMIT, RESUME, again, curve, own_machines, stopped, tiny
 from tests.processes import Ranks
 
@@ -57,6 +57,24 @@ def test_each_boundary_takes_the_most_exact_format_that_its_link_can_carry():
     assert _chosen(15.6, 15.6) == ("a", "a"), "within 3 % of the fastest, at both boundaries alike"
     assert _chosen(15, 15) == ("b", "b")
     assert _chosen(8, 0.1, crosses=[True, False])[1] == "a", "nothing travels within a rank"
+
+
+def test_a_choice_says_why_in_the_same_line():
+    """Somebody who was promised 3 bits sees 16."""
+    values: dict[str, Any] = {"step": 5, "round_trip": 0.1, "compute": [3.0], "mbit": {"0 to 1": 82.0, "1 to 0": 80.0}}
+    predicted = {"bf16": 3.35, "int8 / int8": 3.33, "transform": 3.3}
+    metrics = step_metrics(
+        step=5, loss=1.0, lr=1.0, grad_norm=1.0, tokens=1, seconds=4.0, ranks=2, work=Work(),
+        links={"0 to 1": 1_100_000, "1 to 0": 1000},
+    )  # fmt: skip
+    exact = FormatChoice(formats=("bf16",), predicted=predicted | {"these": 3.35}, **values)
+    saved = "fewer bits would save 1% of a step"
+    assert why(exact, metrics) == f"link 0 to 1 carries 2.2 of its 82 Mbit/s, and {saved}"
+    assert why(exact) == saved
+    few = FormatChoice(formats=("transform",), predicted=predicted | {"bf16": 9.0, "these": 3.3}, **values)
+    assert why(few) == "a step takes 3.30 s by forecast, 9.00 s with bf16"
+    here = FormatChoice(formats=("bf16",), predicted=predicted | {"these": 3.35}, **values | {"mbit": {}})
+    assert why(here, metrics) == "all ranks are on one machine, where few bits save nothing"
 
 
 def test_a_format_with_more_bits_stays_until_it_is_much_slower():

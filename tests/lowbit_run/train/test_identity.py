@@ -14,8 +14,9 @@ from lowbit_run.train.pretrained import ByteTokenizer
 from tests.lowbit_run.train.runs import again, base, tiny
 
 LOCAL = {
-    "output", "device", "backend", "threads", "connections", "timeout_seconds", "checkpoint_every", "keep", "resume",
-    "supervise", "restarts", "rejoin_seconds", "grace_seconds", "checksums", "allow_change", "overwrite",
+    "output", "device", "backend", "threads", "connections", "timeout_seconds", "checkpoint_every",
+    "checkpoint_minutes", "keep", "resume", "supervise",
+    "restarts", "rejoin_seconds", "grace_seconds", "checksums", "allow_change", "overwrite",
     "eval_every", "eval_batches", "tensorboard", "progress", "report", "trace", "trace_steps", "save_model",
     "save_dtype", "save_merged",
     "method",  # known by the settings that it stands for

@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Fast
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from lowbit_run.train import pretrained
+from lowbit_run.train import from_mapping, pretrained
 from lowbit_run.train.config import ModelConfig
 from lowbit_run.train.model import build_model
-from lowbit_run.train.pretrained import MODEL_FILES, ByteTokenizer, copy_files
+from lowbit_run.train.prepare import Prepared, prepare
+from lowbit_run.train.pretrained import MODEL_FILES, ByteTokenizer, FolderTokenizer, copy_files
 from tests.command_line import invoke
 
 WEIGHTS = "model.safetensors"
@@ -210,10 +214,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-def start(folder: Path, *more: str) -> Any:
+def start(folder: Path, *more: str, columns: int = 160) -> Any:
     # Python's standard library is text enough, and its first bytes are read quickly.
     options = ("--data.max_bytes", "20000", "--data.sequence", "32", "--run.output", str(folder.parent / "run"), *more)
-    return invoke("train", "--model.pretrained", str(folder), *options)
+    return invoke("train", "--model.pretrained", str(folder), *options, columns=columns)
 
 
 def dry_run(folder: Path) -> Any:
@@ -257,6 +261,46 @@ def test_an_intact_folder_is_taken(name: str, intact: Path, tmp_path: Path):
     assert result.exit_code == 0, (result.output, result.exception)
     model = build_model(ModelConfig(pretrained=str(folder)), vocab=256, sequence=32, seed=0)
     assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.long)).logits).all()
+
+
+def other_tokenizer(folder: Path) -> str:
+    """Replace a folder's tokenizer by one of two words."""
+    for path in folder.glob("*token*"):
+        path.unlink()
+    fast = Fast(models.WordLevel({"<unk>": 0, "import": 1, "<end>": 2}, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", eos_token="<end>").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("line", ["text", "jsonl"])
+def test_a_pretrained_model_keeps_its_tokenizer(line: str, intact: Path, tmp_path: Path):
+    """It would be ruined, silently, by tokens that mean something else to it."""
+    shutil.copytree(intact, model := tmp_path / "model")
+    words, text = other_tokenizer(model), tmp_path / "text"
+    text.write_text('{"prompt": "import ", "answer": "it"}\n' * 400)
+
+    def prepared(**data: Any) -> Prepared:
+        data = {"text": str(text), "format": line, "sequence": 16, "batch": 8} | data
+        run = {"output": str(tmp_path / "run")}
+        return prepare(from_mapping({"model": {"pretrained": words}, "data": data, "run": run}), ranks=2)
+
+    own, named, others = prepared(), prepared(tokenizer=words), prepared(tokenizer="bytes")
+    assert isinstance(own.data.tokenizer, FolderTokenizer)
+    assert own.data.fingerprint() == named.data.fingerprint() != others.data.fingerprint()
+    assert own.identity == named.identity, "a checkpoint of a run that named it goes on"
+    told = f"data.tokenizer is 'bytes', which is not the tokenizer of the model {words!r}"
+    assert (own.data.notes, named.data.notes, others.data.notes[0]) == ((), (), told)
+    assert "tokenizer  " in start(model, "--dry-run").stdout
+    assert told in " ".join(start(model, "--dry-run", "--data.tokenizer", "bytes", columns=300).stdout.split())
+
+
+def test_a_model_without_a_tokenizer_says_what_to_name(intact: Path, tmp_path: Path):
+    shutil.copytree(intact, model := tmp_path / "model", ignore=shutil.ignore_patterns("*token*"))
+    refused = start(model, "--dry-run")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "which holds no tokenizer, and data.tokenizer is empty; allowed: the folder of" in refused.stderr
+    assert start(model, "--dry-run", "--data.tokenizer", "bytes").exit_code == 0
 
 
 def test_files_that_come_along_are_files_of_the_folder(
@@ -322,6 +366,7 @@ def test_each_rank_refuses_it_before_it_meets_the_others(
     for name, value in there.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os._exit", lambda code: sys.exit(code))
+    monkeypatch.setattr("lowbit_run.job.refusal._PATIENCE", 0.0)
     result = start(folder)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert SHORT in result.stderr

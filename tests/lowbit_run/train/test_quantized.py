@@ -68,8 +68,9 @@ def test_a_folder_that_is_quantized_stays_as_it_is(ranks: Ranks, tmp_path: Path)
         config.model.pretrained, dtype=torch.bfloat16, quantization_config=bits
     )
     model.save_pretrained(tmp_path / "small")
+    text = {"tokenizer": "bytes"}  # the folder holds none
     small = {"pretrained": str(tmp_path / "small"), "weights": None, "double_quantization": False}
-    assert ranks.run(losses, again(config, model=small))[0] == ranks.run(losses, config)[0]
+    assert ranks.run(losses, again(config, model=small, data=text))[0] == ranks.run(losses, config)[0]
 
 
 def test_weights_in_few_bits_that_cannot_be_trained_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

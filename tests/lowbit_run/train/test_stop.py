@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -114,6 +115,7 @@ def test_a_launched_run_stops_and_says_how_to_resume(tmp_path: Path, supervise: 
     last = told.splitlines()[-1]
     assert f"stopped after step {step}, which is saved" in last
     how = f"The same command continues from step {step}" if supervise else f"--resume continues from step {step}"
+    how += f", and lowbit export {config.run.output} makes a model of it"
     assert last.startswith("error: rank 1 got" if supervise else "error: interrupted by SIGTERM; ")
     assert last.endswith(how)
     assert "Starting again" not in told
@@ -184,3 +186,20 @@ def test_a_second_signal_or_the_grace_time_ends_a_rank_at_once(grace: float, sec
         _, told = rank.communicate(timeout=20)
     assert (rank.returncode, told) == (143, f"rank 0: error: ended at once: {text}\n")
     assert time.monotonic() - begin < 10
+
+
+def test_a_checkpoint_is_saved_by_the_clock_of_rank_0_alone(ranks: Ranks, tmp_path: Path):
+    """Another rank, whose clock may say that one is due, never decides alone."""
+    config = tiny(tmp_path, model={"layers": 2}, run={"steps": 4, "checkpoint_every": 100, "keep": 9})
+    for minutes, steps in ((1e-6, [1, 2, 3, 4]), (0.0, [4]), (10.0, [4])):
+        timed = again(config, run={"checkpoint_minutes": minutes, "output": str(tmp_path / f"run-{minutes}")})
+        ranks.run(_with_a_clock_of_its_own, timed, timeout=LIMIT)
+        checkpoints = Path(timed.run.output) / "checkpoints"
+        assert [int(path.name[5:]) for path in sorted(checkpoints.iterdir())] == steps
+        assert all(len(list(path.iterdir())) == 2 for path in checkpoints.iterdir())
+
+
+def _with_a_clock_of_its_own(config: TrainConfig) -> None:
+    due = property(lambda trainer: True, lambda trainer, value: None)
+    with mock.patch.object(Trainer, "wants_checkpoint", due) if dist.get_rank() else contextlib.nullcontext():
+        train(config)
