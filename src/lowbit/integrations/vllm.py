@@ -30,11 +30,11 @@ from lowbit.wire.agreement import agree
 
 __all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
 
-TESTED = "0.33.0"
-"""The version of vLLM for whose source this module was written."""
+TESTED = "0.32 and 0.33"
+"""The versions of vLLM: the tests run 0.32.0 for CPUs, and this module was written against the source of 0.33.0."""
 
 _BASE = "RowParallelLinear"
-_log = escape.logger("lowbit.vllm")
+_log = escape.logger("vllm.lowbit")  # vLLM shows what its own loggers say, and drops the information of others
 _library = torch.library.Library("lowbit", "FRAGMENT")
 
 VARIABLE = "LOWBIT_VLLM"
@@ -229,6 +229,10 @@ class RowSums:
         self._context = _vllm("forward_context")
 
     @property
+    def _first(self) -> bool:
+        return dist.get_rank(self._group.cpu_group) == 0
+
+    @property
     def errors(self) -> dict[str, float]:
         """Result of the check by layer: the largest error on any rank; NaN before the check."""
         return {name: layer.error for name, layer in self.layers.items()}
@@ -301,7 +305,13 @@ class RowSums:
         self._started = True
         if left := [name for name in self.layers if name not in calibrated]:
             _log.warning("vLLM sums %s itself: the calibration has no format for that", _some(left))
-        _log.info("%d row-parallel layers sum prefills in few bits", len(self.layers) - len(left))
+        if coded and self._first:
+            formats = ", ".join(sorted({str(codec) for codec in codecs})[:3])
+            _log.info(
+                "lowbit: %d row-parallel layers sum prefills in few bits over %d ranks: %s%s; vLLM sums fewer values than "
+                "%s, and decoding", len(coded), self._group.world_size, formats,
+                " and more" if len({*map(str, codecs)}) > 3 else "", sums.small if isinstance(sums.small, int) else "measured",
+            )  # fmt: skip
 
     def _compare(self, calibration: Any) -> None:
         """Raise unless the calibration is for this model. Weights are not compared, because vLLM renames them."""
@@ -356,9 +366,9 @@ class RowSums:
             _log.warning("%s: vLLM sums this layer itself", text)
         if not any(each.unchecked and each.sum is not None for each in self.layers.values()):
             errors = sorted(each.error for each in self.layers.values() if each.sum is not None)
-            if errors:
+            if errors and self._first:
                 _log.info(
-                    "%d layers checked: errors of their sums %.2f to %.2f %%",
+                    "lowbit: %d layers checked: errors of their sums %.2f to %.2f %%",
                     len(errors), 100 * errors[0], 100 * errors[-1],
                 )  # fmt: skip
         return whole

@@ -22,7 +22,7 @@ BLOCKS = [
 ]
 
 
-NOT_RUN = {"index": "a table", "vllm": "vLLM needs a GPU; `test_vllm.py` runs the plug-in with a stand-in"}
+NOT_RUN = {"index": "a table", "vllm": "commands; `test_vllm_engine.py` runs the plug-in in its engine and server"}
 
 
 def test_each_engine_and_trainer_has_a_block_that_runs():

@@ -147,8 +147,8 @@ def test_what_vllm_sums_itself():
 def test_layers_are_checked_in_the_first_prefill(bits: int, lost: bool):
     """It is exact; layers over the limit stay with vLLM."""
     settings = {"format": f"GroupInt(bits={bits}, group=64)", "prefills": 1, "check": 0.05}
-    with mock.patch.object(logging.getLogger("lowbit.vllm"), "handle") as handle, served(llama, **settings) as engine:
-        logging.getLogger("lowbit.vllm").setLevel(logging.INFO)
+    with mock.patch.object(logging.getLogger("vllm.lowbit"), "handle") as handle, served(llama, **settings) as engine:
+        logging.getLogger("vllm.lowbit").setLevel(logging.INFO)
         first, plain = engine.run(ids(), PREFILL), engine.run(ids(), DECODE)
         assert torch.equal(first, plain)
         assert torch.equal(engine.run(ids(), PREFILL), plain) == lost
