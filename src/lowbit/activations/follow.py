@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowbit.activations.checkpoint import first_pass
 from lowbit.activations.counting import uncompressed
-from lowbit.activations.gated.reference import ACTIVATIONS
+from lowbit.activations.gated.reference import TABLE
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import (
     FEWEST,
@@ -391,12 +391,7 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (payload,) = ctx.saved_tensors
         x = torch.ops.lowbit.saved_decode(payload, ctx.shape, ctx.dtype, ctx.codec)
-        if ctx.activation == "silu":
-            return torch.ops.aten.silu_backward(grad_out, x), None, None
-        if ctx.activation == "relu":
-            return torch.ops.aten.threshold_backward(grad_out, x, 0), None, None
-        kind = "tanh" if ctx.activation == "gelu_tanh" else "none"
-        return torch.ops.aten.gelu_backward(grad_out, x, approximate=kind), None, None
+        return TABLE[ctx.activation].gradient(grad_out, x), None, None
 
 
 @torch.compiler.assume_constant_result  # so that these run while the graph is made
@@ -424,7 +419,7 @@ def _compiled_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any
         return layer.own(x)
     if layer.kind == "norm":
         return _norm(module, layer.formula, x, codec)
-    supported = layer.formula in ACTIVATIONS
+    supported = layer.formula in TABLE
     return _Activation.apply(x, layer.formula, codec) if supported and x.requires_grad else layer.own(x)
 
 
