@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lowbit.activations.gated.reference import TABLE
 from lowbit.activations.recipes import Formula, Norm
@@ -77,6 +78,9 @@ def activation_like(module: nn.Module) -> Formula | None:
     """
     if "forward" in vars(module) or isinstance(module, nn.Sequential) or [*module.parameters(), *module.buffers()]:
         return None
+    public = [value for part in module.modules() for name, value in vars(part).items() if not name.startswith("_")]
+    if any(isinstance(each, Tensor | nn.Module) for each in tree_leaves(public)):  # a copy might copy a whole model
+        return None
     try:
         twin = copy.deepcopy(module).train()
         before = _state(twin)
@@ -105,11 +109,11 @@ def _elementwise(function: Callable[..., Any]) -> tuple[Tensor, Tensor] | None:
 
     Raises whatever the function raises, and TypeError if it calls an operator that may not be elementwise.
     """
-    x, saved = _samples(), []
-    leaf = x.clone().requires_grad_()
-    order = torch.arange(x.numel(), device="cpu").flip(0).roll(5)
-    moved = x.view(-1)[order]
-    with torch.enable_grad(), warnings.catch_warnings(action="ignore"):
+    saved: list[Tensor] = []
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(action="ignore"):
+        x = _samples()
+        leaf, order = x.clone().requires_grad_(), torch.arange(x.numel(), device="cpu").flip(0).roll(5)
+        moved = x.view(-1)[order]
         with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), _Pointwise():
             y = function(leaf)
             others = function(x), function(moved)
@@ -122,7 +126,7 @@ def _elementwise(function: Callable[..., Any]) -> tuple[Tensor, Tensor] | None:
         if not any(t.is_floating_point() and t.numel() >= x.numel() for t in saved):
             return None
         (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-    return y.detach(), slope
+        return y.detach(), slope
 
 
 class _Pointwise(TorchDispatchMode):

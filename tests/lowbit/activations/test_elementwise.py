@@ -134,6 +134,7 @@ NOT_ELEMENTWISE: dict[str, Any] = {
     "with parameters of a vector": lambda: nn.PReLU(FFN),
     "with parameters and buffers": functools.partial(transformers_act, "xielu"),
     "with somebody else's parameter": lambda: Runs(lambda self, x, w=nn.Parameter(torch.ones(())): x.sigmoid() * w),
+    "with a tensor": lambda: Runs(lambda self, x: x.sigmoid() * self.scale[0], scale=[torch.ones(())]),
     "with a count": Counting,
     "with a list": Listing,
     "over channels": lambda: nn.Softmax(-1),
@@ -198,6 +199,13 @@ def test_errors_are_those_of_the_function():
 ])  # fmt: skip
 def test_formulas_of_the_table_are_known_in_modules_of_anybody(formula: Any, name: str):
     assert activation_like(Runs(formula)) == name
+
+
+def test_it_does_not_matter_where_functions_are_tried():
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+            assert activation_like(nn.SiLU()) == "silu"
+            assert callable(activation_like(nn.Mish()))
 
 
 @pytest.mark.parametrize("act", [nn.Tanh(), nn.ReLU6(), nn.Sigmoid(), nn.Softplus(), nn.LogSigmoid(), nn.Hardswish()])
