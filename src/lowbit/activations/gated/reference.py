@@ -33,13 +33,11 @@ class Activation:
 
     Attributes:
         value: PyTorch's own function, in the input's dtype. slope: the derivative; NaN for NaN.
-        gradient: PyTorch's own backward, of the gradient and the input.
         spellings: the torch functions that compute it, by default.
     """
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor, Tensor], Tensor]
     spellings: tuple[Any, ...] = ()
 
 
@@ -64,18 +62,12 @@ def _relu_slope(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, (x > 0).float())
 
 
-_aten, _gelu_tanh = torch.ops.aten, {"approximate": "tanh"}
 TABLE = {
-    "silu": Activation(functional.silu, _silu_slope, _aten.silu_backward, (functional.silu,)),
-    "gelu": Activation(functional.gelu, _gelu_slope, _aten.gelu_backward, (functional.gelu,)),
-    "gelu_tanh": Activation(
-        partial(functional.gelu, **_gelu_tanh), _gelu_tanh_slope, partial(_aten.gelu_backward, **_gelu_tanh)
-    ),
-    "relu": Activation(
-        torch.relu, _relu_slope, partial(_aten.threshold_backward, threshold=0),
-        (functional.relu, torch.relu, Tensor.relu),
-    ),
-}  # fmt: skip
+    "silu": Activation(functional.silu, _silu_slope, (functional.silu,)),
+    "gelu": Activation(functional.gelu, _gelu_slope, (functional.gelu,)),
+    "gelu_tanh": Activation(partial(functional.gelu, approximate="tanh"), _gelu_tanh_slope),
+    "relu": Activation(torch.relu, _relu_slope, (functional.relu, torch.relu, Tensor.relu)),
+}
 """The activation functions that have kernels, by name. Any other elementwise function is computed by itself."""
 ACTIVATIONS = [*TABLE]
 """Their names; kernels number them in this order."""
