@@ -86,7 +86,7 @@ def _gate(module: Any, has_up: bool) -> Gate | None:
         return None
     if not isinstance(value, Tensor) or value.shape != gate.shape:
         return None
-    candidates = ((name, plain_gated(gate, up, name)) for name in gated.ACTIVATIONS)
+    candidates = ((name, plain_gated(gate, up, name)) for name in gated.TABLE)
     activation = next((name for name, y in candidates if torch.allclose(value, y, rtol=1e-5, atol=1e-5)), None)
     return Gate(formula=formula, activation=activation, has_up=has_up)
 
@@ -185,9 +185,8 @@ def _routing(call: TorchCall, formula: Experts, x: Tensor, index: Tensor, weight
 
 def _is_passive(module: nn.Module) -> bool:
     """Whether the gate's modules have no side effects: no dropout, and no hooks except this library's."""
-    hooks = [hook for c in module.children() for kind in structure._HOOKS for hook in getattr(c, kind).values()]
     drops = any(isinstance(c, nn.Dropout) and c.training and c.p > 0 for c in module.children())
-    return not drops and all(getattr(hook, "__module__", "").startswith("lowbit.activations") for hook in hooks)
+    return not drops and not structure.is_observed(module)
 
 
 @dataclass(frozen=True, kw_only=True)

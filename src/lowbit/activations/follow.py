@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowbit.activations.checkpoint import first_pass
 from lowbit.activations.counting import uncompressed
-from lowbit.activations.gated.reference import ACTIVATIONS
+from lowbit.activations.functions import ActivationFunction, LinearFunction
+from lowbit.activations.gated.reference import TABLE
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import (
     FEWEST,
+    GatedOutput,
     Itself,
     Norm,
     Rebuilt,
@@ -39,7 +40,6 @@ from lowbit.activations.recipes import (
     bits_of,
     checkpoint_hook,
     default_eps,
-    plain_gated,
     recipe_of,
     room,
     takes,
@@ -320,29 +320,38 @@ def name_of(policy: LayerAware, kind: str, name: str) -> str | None:
     return repr(codec)
 
 
-class _Linear(torch.autograd.Function):
-    """x times the transposed weight, plus bias."""
+@dataclass(frozen=True)
+class _InGraph:
+    """A format whose encoding and decoding are nodes of a graph."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, codec: str) -> Tensor:
-        ctx.save_for_backward(torch.ops.lowbit.saved_encode(x, codec), weight)
-        ctx.shape, ctx.x_dtype, ctx.dtype, ctx.codec = x.shape, x.dtype, dtype, codec
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    name: str
 
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        payload, weight = ctx.saved_tensors
-        x = torch.ops.lowbit.saved_decode(payload, ctx.shape, ctx.dtype, ctx.codec)
-        grad_NO, x_NI = grad_out.flatten(0, -2), x.flatten(0, -2)
-        grad_x = (grad_out @ weight.to(ctx.dtype)).to(ctx.x_dtype)
-        grad_weight = (grad_NO.t() @ x_NI).to(weight.dtype)
-        grad_bias = None if ctx.bias_dtype is None else grad_NO.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        """Leave `out` alone: it is the payload, because nodes fill no tensors that others have made."""
+
+    def decode(self, payload: Tensor, *, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.ops.lowbit.saved_decode(payload, shape, dtype, self.name)
+
+
+@torch.compiler.allow_in_graph  # what it calls reads the state of threads; the compiler's next stage traces it
+def _linear_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, codec: str) -> Tensor:
+    rebuilt = Rebuilt(Itself(x.shape, _InGraph(codec)))  # pyright: ignore[reportArgumentType]
+    payload = torch.ops.lowbit.saved_encode(x.detach(), codec)
+    return LinearFunction.apply(x, weight, bias, False, dtype, rebuilt, (payload,))
+
+
+@torch.compiler.allow_in_graph
+def _activation_in_graph(x: Tensor, activation: str, codec: str) -> Tensor:
+    form = GatedOutput(x.shape, _InGraph(codec), activation)  # pyright: ignore[reportArgumentType]
+    return ActivationFunction.apply(x, form, torch.ops.lowbit.saved_encode(x.detach(), codec))
 
 
 class _Norm(torch.autograd.Function):
-    """A norm over the last dimension, with `scale` and `shift` in float32."""
+    """A norm over the last dimension, with `scale` and `shift` in float32.
+
+    Not `NormFunction`: its sums, those of kernels or of PyTorch's own norms, have another order, and the compiler joins
+    the steps written out here with those around them.
+    """
 
     @staticmethod
     def forward(
@@ -380,25 +389,6 @@ def _normal(x: Tensor, centred: bool, eps: float) -> tuple[Tensor, Tensor]:
     return x * factor, factor
 
 
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, codec: str) -> Tensor:
-        ctx.save_for_backward(torch.ops.lowbit.saved_encode(x, codec))
-        ctx.shape, ctx.dtype, ctx.activation, ctx.codec = x.shape, x.dtype, activation, codec
-        return plain_gated(x, None, activation, wide=False)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (payload,) = ctx.saved_tensors
-        x = torch.ops.lowbit.saved_decode(payload, ctx.shape, ctx.dtype, ctx.codec)
-        if ctx.activation == "silu":
-            return torch.ops.aten.silu_backward(grad_out, x), None, None
-        if ctx.activation == "relu":
-            return torch.ops.aten.threshold_backward(grad_out, x, 0), None, None
-        kind = "tanh" if ctx.activation == "gelu_tanh" else "none"
-        return torch.ops.aten.gelu_backward(grad_out, x, approximate=kind), None, None
-
-
 @torch.compiler.assume_constant_result  # so that these run while the graph is made
 def _default_eps(dtype: torch.dtype, device: str) -> float:
     return default_eps(dtype, device)
@@ -424,8 +414,8 @@ def _compiled_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any
         return layer.own(x)
     if layer.kind == "norm":
         return _norm(module, layer.formula, x, codec)
-    supported = layer.formula in ACTIVATIONS
-    return _Activation.apply(x, layer.formula, codec) if supported and x.requires_grad else layer.own(x)
+    supported = layer.formula in TABLE and x.requires_grad
+    return _activation_in_graph(x, layer.formula, codec) if supported else layer.own(x)
 
 
 def _linear(module: Any, layer: Layer, x: Tensor, codec: str) -> Tensor:
@@ -434,7 +424,7 @@ def _linear(module: Any, layer: Layer, x: Tensor, codec: str) -> Tensor:
     if not plain or x.numel() < max(FEWEST, layer.shared.policy.smallest):
         return layer.own(x)
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    return _Linear.apply(x, weight, bias, dtype, codec)
+    return _linear_in_graph(x, weight, bias, dtype, codec)
 
 
 def _norm(module: Any, norm: Norm, x: Tensor, codec: str) -> Tensor:

@@ -27,7 +27,6 @@ from lowbit.activations.recipes import (
     SavedTensors,
     check_present,
     decoded,
-    is_fused,
     plain_gated,
 )
 from lowbit.codecs.checks import draw_seed
@@ -132,16 +131,17 @@ class ActivationFunction(torch.autograd.Function):
         """`saved`: an empty payload, or x."""
         ctx.form, ctx.dtype, ctx.observed, ctx.handed = form, x.dtype, False, {}
         ctx.save_for_backward(saved)
-        codec = form.codec
-        if first_pass():
-            return plain_gated(x, None, form.activation, wide=False).to(x.dtype)
-        if not is_fused(codec):
-            if codec is not None:
-                codec.encode(x, out=saved)
-            return plain_gated(x, None, form.activation).to(x.dtype)
+        kernels, first = form.in_kernels(), first_pass()
+        if kernels is None or first:
+            if form.codec is not None and not first:
+                form.codec.encode(x, out=saved)
+            if not isinstance(form.activation, str):
+                return owned(form.activation(x))
+            return plain_gated(x, None, form.activation, wide=not first).to(x.dtype)
+        name, codec = kernels
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         seed = draw_seed(codec.rounding, x.device)
-        gated.encode(x.contiguous(), None, saved, None, out, form.activation, codec.bits, codec.group, seed)
+        gated.encode(x.contiguous(), None, saved, None, out, name, codec.bits, codec.group, seed)
         return out
 
     @staticmethod
@@ -220,17 +220,16 @@ def _gated_gradients(
     gate, up = saved
     gate_dtype, up_dtype = dtypes
     assert gate is not None
-    if not is_fused(form.codec):
+    kernels = form.in_kernels()
+    if kernels is None:
         formula = functools.partial(plain_gated, activation=form.activation)
         gate = decoded(form.codec, gate, form.shape, gate_dtype)
         up = None if up is None or up_dtype is None else decoded(form.codec, up, form.shape, up_dtype)
         return _differentiate(formula, gate, up, grad_out=grad_out)
+    name, codec = kernels
     grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)
     grad_up = None if up_dtype is None else torch.empty_like(grad_gate, dtype=up_dtype)
-    gated.backward(
-        gate, up, grad_out.contiguous(), grad_gate, grad_up, None,
-        form.activation, form.codec.bits, form.codec.group,
-    )  # fmt: skip
+    gated.backward(gate, up, grad_out.contiguous(), grad_gate, grad_up, None, name, codec.bits, codec.group)
     return [grad_gate, grad_up]
 
 

@@ -5,7 +5,7 @@ Norms and activation functions often consist of many torch functions, so their m
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lowbit.activations.attention import elementwise, product_of_two
 from lowbit.activations.checkpoint import after_linear
@@ -26,7 +27,9 @@ from lowbit.activations.functions import (
     first_order,
     nobodys,
 )
+from lowbit.activations.gated.reference import TABLE
 from lowbit.activations.recipes import (
+    Formula,
     GatedOutput,
     Itself,
     Masked,
@@ -41,6 +44,7 @@ from lowbit.activations.recipes import (
     room,
 )
 from lowbit.activations.sharded import on_shards
+from lowbit.activations.structure import is_observed
 from lowbit.codecs import GroupInt
 from lowbit.codecs.checks import FLOATS
 
@@ -142,11 +146,13 @@ def _normalized(
     return out
 
 
-@handles(functional.silu, functional.relu, torch.relu, Tensor.relu)
+_NAMES = {spelling: name for name, activation in TABLE.items() for spelling in activation.spellings}
+
+
+@handles(*(_NAMES.keys() - {functional.gelu}))
 def silu_or_relu(call: TorchCall, input: Tensor, inplace: bool = False) -> Any:
     """SiLU and ReLU."""
-    name = "silu" if call.func is functional.silu else "relu"
-    return NotImplemented if inplace else _activated(call, input, name)
+    return NotImplemented if inplace else _activated(call, input, _NAMES[call.func])
 
 
 @handles(functional.gelu)
@@ -155,7 +161,42 @@ def gelu(call: TorchCall, input: Tensor, approximate: str = "none") -> Any:
     return _activated(call, input, "gelu" if approximate == "none" else "gelu_tanh")
 
 
-def _activated(call: TorchCall, x: Tensor, activation: str) -> Any:
+@handles(
+    functional.mish, functional.hardswish, functional.elu, functional.selu, functional.celu, functional.relu6,
+    functional.leaky_relu,
+)  # fmt: skip
+def without_kernels(call: TorchCall, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Activation functions that backward calls again, unless they work in place."""
+    if any(arg is True for arg in (*args, *kwargs.values())):
+        return NotImplemented
+    return _activated(call, input, lambda x: call.func(x, *args, **kwargs))
+
+
+class Followed:
+    """An activation function that modules call, which the mode that follows a model sees as one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or torch.compiler.is_compiling():
+            return self.function(*args, **kwargs)
+        return called(args[0], self.function)
+
+
+def called(input: Any, function: Callable[..., Any]) -> Any:
+    """A function of one tensor."""
+    if has_torch_function((input,)):
+        return handle_torch_function(called, (input,), input, function)
+    return function(input)
+
+
+@handles(called)
+def _called(call: TorchCall, input: Any, function: Callable[..., Any]) -> Any:
+    return _activated(call, input, function) if isinstance(input, Tensor) else NotImplemented
+
+
+def _activated(call: TorchCall, x: Tensor, activation: Formula) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
     if not call.saves(x):
         return NotImplemented
@@ -183,7 +224,7 @@ def _activated(call: TorchCall, x: Tensor, activation: str) -> Any:
 def norm_or_activation(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """Forward of a norm or an activation function for calls with one tensor; other calls use the module's own."""
     inputs = [*args, *kwargs.values()]
-    if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+    if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or is_observed(module):
         return layer.own(*args, **kwargs)
     named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
     x, call = inputs[0], TorchCall(layer.own, module, layer)

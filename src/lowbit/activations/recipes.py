@@ -68,13 +68,14 @@ def default_eps(dtype: torch.dtype, device: str) -> float:
     return torch.finfo(torch.float32).eps if is_wide else narrow
 
 
-def plain_gated(gate: Tensor, up: Tensor | None, activation: str, *, wide: bool = True) -> Tensor:
+Formula = str | Callable[[Tensor], Tensor]
+"""An activation function: its name in `gated.TABLE`, or any other elementwise function, which is called."""
+
+
+def plain_gated(gate: Tensor, up: Tensor | None, activation: Formula, *, wide: bool = True) -> Tensor:
     """act(gate) * up by PyTorch's own functions, in float32; if not `wide`, in their own dtypes."""
     x = gate.float() if wide else gate
-    if activation == "gelu_tanh":
-        y = functional.gelu(x, approximate="tanh")
-    else:
-        y = getattr(functional, activation)(x)
+    y = (gated.TABLE[activation].value if isinstance(activation, str) else activation)(x)
     if up is None:
         return y
     return y * (up.float() if wide else up)
@@ -136,18 +137,24 @@ class GatedOutput:
 
     shape: torch.Size
     codec: Codec | None
-    activation: str
+    activation: Formula
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         gate, up = saved
         assert gate is not None
-        if not is_fused(self.codec):
+        kernels = self.in_kernels()
+        if kernels is None:
             gate = decoded(self.codec, gate, self.shape)
             up = None if up is None else decoded(self.codec, up, self.shape)
             return plain_gated(gate, up, self.activation).to(dtype)
+        name, codec = kernels
         out = torch.empty(self.shape, dtype=dtype, device=gate.device)
-        gated.recompute(gate, up, out, self.activation, self.codec.bits, self.codec.group)
+        gated.recompute(gate, up, out, name, codec.bits, codec.group)
         return out
+
+    def in_kernels(self) -> tuple[str, GroupInt] | None:
+        """The name and the format that kernels know; None if PyTorch's own functions compute the gate."""
+        return (self.activation, self.codec) if isinstance(self.activation, str) and is_fused(self.codec) else None
 
 
 class Form(Protocol):

@@ -31,10 +31,10 @@ from lowbit.activations.follow import (
     say_once,
 )
 from lowbit.activations.functions import first_order
-from lowbit.activations.handlers import norm_or_activation
+from lowbit.activations.handlers import Followed, norm_or_activation
 from lowbit.activations.policy import Format, LayerAware
 from lowbit.activations.recipes import Rebuilt, SavedTensors
-from lowbit.activations.structure import activation_like, linear_like, norm_like
+from lowbit.activations.structure import activation_like, is_activation, linear_like, norm_like
 
 if TYPE_CHECKING:
     from lowbit.activations.layer_plan import LayerPlan
@@ -52,7 +52,9 @@ def compress_saved_(model: nn.Module, policy: "LayerAware | LayerPlan | None" = 
 
     It follows the torch functions that run, through views, slices, casts and dropout. So fused projections, adapters
     and subclasses of `nn.Linear` need no special support; norms and activation functions made of several functions, and
-    attention written out as products and softmax, are recognized. Tensors of any other function, such as the scans of
+    attention written out as products and softmax, are recognized. Backward calls activation functions without kernels
+    again, if they are modules, or attributes of a module with linear layers, and a trial run shows them to be
+    elementwise, without parameters, state and random numbers. Tensors of any other function, such as the scans of
     state-space models, and of autograd functions written in Python, except Megatron-Core's, are saved uncompressed.
 
     The first training pass logs the functions whose uncompressed tensors are each more than a tenth of what is kept.
@@ -92,8 +94,14 @@ def compress(model: nn.Module, policy: LayerAware) -> "Compressed":
     shared = Shared(policy)
     modules = {n: m for n, m in model.named_modules() if _can_run(m) and MARK not in vars(m)}
     policy.check_layers(modules)
+    inside: tuple[str, ...] = ()  # activation functions, which run as a whole
     for name, module in modules.items():
+        if name.startswith(inside):
+            continue
         kind, forward, formula = _replacement(name, module, model)
+        if callable(formula):
+            inside += (f"{name}." if name else "",)
+        _follow_functions(module)
         format_of = "gate" if kind == "mlp" and formula == "silu" else kind
         layer = Layer(
             name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
@@ -132,6 +140,9 @@ def restore_(model: nn.Module) -> None:
     """
     for module in model.modules():
         restore_checkpointed(module)
+        for name, value in [*vars(module).items()]:
+            if isinstance(value, Followed):
+                setattr(module, name, value.function)
         layer = vars(module).pop(MARK, None)
         if layer is not None:
             del module.forward
@@ -168,9 +179,19 @@ def _replacement(name: str, module: nn.Module, model: nn.Module) -> tuple[str, C
         return change
     if norm := norm_like(module):
         return "norm", norm_or_activation, norm
-    if activation := activation_like(module):
+    if (activation := activation_like(module)) is not None:
         return "mlp", norm_or_activation, activation
     return ("linear" if linear_like(module) else ""), None, None
+
+
+def _follow_functions(module: nn.Module) -> None:
+    """Let the mode see the activation functions that a feed-forward block holds as attributes."""
+    if not any(map(linear_like, module.children())):
+        return
+    for name, value in [*vars(module).items()]:
+        known = name.startswith("_") or name == "forward" or isinstance(value, type | Followed)
+        if callable(value) and not known and is_activation(value):
+            setattr(module, name, Followed(value))
 
 
 def _can_run(module: nn.Module) -> bool:

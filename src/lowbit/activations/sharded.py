@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
+from lowbit.activations.gated.reference import TABLE
 from lowbit.activations.recipes import FEWEST, Recipe, attach, base_of, checkpoint_hook, recipe_of
 
 
@@ -163,7 +164,7 @@ _RULES: dict[Any, Callable[..., Sharding | None]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
     functional.scaled_dot_product_attention: _attention,
-    **dict.fromkeys((functional.silu, functional.relu, functional.gelu, torch.relu, Tensor.relu), _elementwise),
+    **{spelling: _elementwise for activation in TABLE.values() for spelling in activation.spellings},
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _elementwise),
     "norm": _norm,
     "mlp": _elementwise,

@@ -2,27 +2,31 @@
 
 The outputs for a few numbers are compared with the formulas. Weights are neither read nor changed, so the model may be
 on any device, including meta.
+
+An activation function that has no kernels is recognized if it is elementwise, because backward can call it again.
 """
 
 import contextlib
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lowbit.activations.gated.reference import ACTIVATIONS
-from lowbit.activations.recipes import Norm, plain_gated
+from lowbit.activations.gated.reference import TABLE
+from lowbit.activations.recipes import Formula, Norm
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # for modules without such an attribute
-_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-_NAMED = ("gelu", "silu")  # by name only in Transformers, such as Bloom's GELU: others may have their own backward
 _NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -67,21 +71,94 @@ def _computes(module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tens
     return torch.allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def activation_like(module: nn.Module) -> str | None:
-    """The name of the activation function if there is an operator for it, otherwise None."""
-    kind, own = type(module), [*module.parameters(), *module.children()]
-    named = kind.__module__.startswith("transformers.") and any(name in kind.__name__.lower() for name in _NAMED)
-    if not (kind.__module__ in _ACTIVATIONS or (named and not own)) or getattr(module, "inplace", False):
+def activation_like(module: nn.Module) -> Formula | None:
+    """The activation function that a module computes: its name, if there are kernels, or its forward; otherwise None.
+
+    The module must have no parameters, buffers or other state, so that backward can run it again.
+    """
+    if "forward" in vars(module) or isinstance(module, nn.Sequential) or [*module.parameters(), *module.buffers()]:
         return None
-    x = _samples()
-    y = _try(module, {}, x)
-    if y is None:
+    public = [value for part in module.modules() for name, value in vars(part).items() if not name.startswith("_")]
+    if any(isinstance(each, Tensor | nn.Module) for each in tree_leaves(public)):  # a copy might copy a whole model
         return None
-    for name in ACTIVATIONS:
-        expected = plain_gated(x, None, name)
-        if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-5, atol=1e-5):
-            return name
-    return None
+    try:
+        twin = copy.deepcopy(module).train()
+        before = _state(twin)
+        with _changed(_no_hooks(twin)):
+            found = _elementwise(twin)
+        if found is None or _state(twin) != before:
+            return None
+    except Exception:
+        return None
+    name = _name_of(*found)
+    if name is None:
+        return module.forward
+    return None if [*module.children()] else name  # its children are recognized by themselves
+
+
+def is_activation(function: Callable[..., Any]) -> bool:
+    """Whether a function of one tensor is an activation function, which backward can call again."""
+    try:
+        return _elementwise(function) is not None
+    except Exception:
+        return False
+
+
+def _elementwise(function: Callable[..., Any]) -> tuple[Tensor, Tensor] | None:
+    """Values and slopes of an elementwise function of `_samples`; None for any other, and if PyTorch saves no input.
+
+    Raises whatever the function raises, and TypeError if it calls an operator that may not be elementwise.
+    """
+    saved: list[Tensor] = []
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(action="ignore"):
+        x = _samples()
+        leaf, order = x.clone().requires_grad_(), torch.arange(x.numel(), device="cpu").flip(0).roll(5)
+        moved = x.view(-1)[order]
+        with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), _Pointwise():
+            y = function(leaf)
+            others = function(x), function(moved)
+        tensors = isinstance(y, Tensor) and y.shape == x.shape and y.is_floating_point()
+        if not tensors or not y.requires_grad or any(other.requires_grad for other in others):
+            return None
+        expected = y.detach(), y.detach().reshape(-1)[order]
+        if not all(map(partial(torch.allclose, rtol=1e-5, atol=1e-5, equal_nan=True), others, expected)):
+            return None
+        if not any(t.is_floating_point() and t.numel() >= x.numel() for t in saved):
+            return None
+        (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        return y.detach(), slope
+
+
+class _Pointwise(TorchDispatchMode):
+    """Refuses operators that are random or mix elements, before they run: none of them sends or waits for anything."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_known = torch.Tag.pointwise in func.tags or func.is_view or func.overloadpacket in _ALSO
+        if not is_known or torch.Tag.nondeterministic_seeded in func.tags:
+            raise TypeError(f"{func} may not be elementwise")
+        return func(*args, **(kwargs or {}))
+
+
+_aten = torch.ops.aten
+_ALSO = (
+    _aten._to_copy, _aten.hardswish, _aten.log_sigmoid_forward, _aten.zeros_like, _aten.ones_like, _aten.full_like,
+    _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.zeros, _aten.ones, _aten.full, _aten.scalar_tensor,
+)  # fmt: skip
+"""Elementwise operators, and constants, without PyTorch's tag."""
+
+
+def _state(module: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of a module and its children, with copies of those that may change."""
+    kinds = (list, dict, set)
+    parts = [vars(part) for part in module.modules()]
+    return [{n: copy.copy(v) if isinstance(v, kinds) else v for n, v in part.items()} for part in parts]
+
+
+def _name_of(value: Tensor, slope: Tensor) -> str | None:
+    """The name of the function in the table that has these values and slopes; None: it has no kernels."""
+    x, close = _samples(), partial(torch.allclose, rtol=1e-5, atol=1e-5)
+    pairs = ((name, (value, each.value(x)), (slope, each.slope(x))) for name, each in TABLE.items())
+    return next((name for name, values, slopes in pairs if close(*values) and close(*slopes)), None)
 
 
 def _samples() -> Tensor:
@@ -92,13 +169,23 @@ def _samples() -> Tensor:
 
 def _try(module: nn.Module, weights: dict[str, Tensor], *inputs: Tensor) -> Tensor | None:
     """A module's output for these inputs and weights, without any hooks; None if it raises an error."""
-    no_hooks = [(part, name, type(getattr(part, name))()) for part in module.modules() for name in _HOOKS]
     try:
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"), _changed(no_hooks):
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"), _changed(_no_hooks(module)):
             y = functional_call(module, weights, inputs)
     except Exception:
         return None
     return y if isinstance(y, Tensor) else None
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether parts of a module have hooks that are not this library's, which must not run again in backward."""
+    parts = (part for child in module.children() for part in child.modules())
+    hooks = (hook for part in parts for kind in _HOOKS for hook in getattr(part, kind).values())
+    return any(not getattr(hook, "__module__", "").startswith("lowbit.activations") for hook in hooks)
+
+
+def _no_hooks(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    return [(part, name, type(getattr(part, name))()) for part in module.modules() for name in _HOOKS]
 
 
 @contextlib.contextmanager

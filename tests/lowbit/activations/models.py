@@ -59,12 +59,12 @@ class Opaque(torch.autograd.Function):
 
 
 class Gated(nn.Module):
-    """A gated feed-forward in plain PyTorch."""
+    """A gated feed-forward in plain PyTorch; `act`: a module or a function."""
 
-    def __init__(self, dim: int, ffn: int) -> None:
+    def __init__(self, dim: int, ffn: int, act: Any = None) -> None:
         super().__init__()
         self.w1, self.w3 = nn.Linear(dim, ffn, bias=False), nn.Linear(dim, ffn)
-        self.w2, self.act = nn.Linear(ffn, dim), nn.SiLU()
+        self.w2, self.act = nn.Linear(ffn, dim), nn.SiLU() if act is None else act
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(self.act(self.w1(x)) * self.w3(x))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lowbit.activations import LayerAware, compress_saved_, counted, follow, saved
+from lowbit.activations import LayerAware, compress_saved_, counted, follow, handlers, saved
 from lowbit.activations.follow import HANDLERS
 from tests.lowbit.activations.models import DIM, Calls, Opaque, Runs, distance, gradients
 from tests.lowbit.activations.test_observers import forward, model_of
@@ -46,6 +46,11 @@ ARGUMENTS: dict[Any, dict[str, Any]] = {
     functional.silu: ON_H | {"inplace": False},
     functional.relu: ON_H | {"inplace": False},
     functional.gelu: ON_H | {"approximate": "tanh"},
+    **{each: ON_H | {"inplace": False} for each in (functional.mish, functional.hardswish)},
+    **{each: ON_H | {"inplace": False} for each in (functional.selu, functional.relu6)},
+    **dict.fromkeys((functional.elu, functional.celu), ON_H | {"alpha": 0.5, "inplace": False}),
+    functional.leaky_relu: ON_H | {"negative_slope": 0.2, "inplace": False},
+    handlers.called: ON_H | {"function": lambda v: torch.erf},
     functional.dropout: ON_H | {"p": 0.5, "training": True, "inplace": False},
     functional.softmax: ON_H | {"dim": -1, "_stacklevel": 3, "dtype": torch.float32},
     functional.cross_entropy: {

@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("llama", "qwen3", "gemma3_text", "olmo2", "phi3", "glm4", "cohere", "gemma2", "lora", "lora-dropout"), GATED
     ),
+    "nemotron": GATED,
     "opt": PLAIN | {"ffn_dim": 256, "word_embed_proj_dim": 64},
     "gpt_neox": PLAIN | {"intermediate_size": 256},
     "falcon": PLAIN | {"ffn_hidden_size": 256},

@@ -6,6 +6,10 @@ Payloads, precision and dtypes: as in `lowbit.activations.norm.reference`.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +21,56 @@ from lowbit.escape import shown
 from lowbit.kernels import operator
 from lowbit.kernels.operators import check_pair, check_shapes
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 """For kernels: erfc(z) = t ((((c0 t + c1) t + ...) t + c4) e^(-z^2) within 1.5e-7, where t = 1 / (1 + p z), z >= 0
 (Abramowitz and Stegun, 7.1.26)."""
 GELU_TANH = math.sqrt(2 / math.pi), 0.044715  # act(g) = g (1 + tanh(a (g + b g^3))) / 2
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation function that has kernels: `name` and `name_slope` in `cpu.py`, a branch of `activate` in `gpu.py`.
+
+    Attributes:
+        value: PyTorch's own function, in the input's dtype. slope: the derivative; NaN for NaN.
+        spellings: the torch functions that compute it, by default.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    spellings: tuple[Any, ...] = ()
+
+
+def _silu_slope(x: Tensor) -> Tensor:
+    share = x.sigmoid()
+    return share * (1 + x * (1 - share))
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    below = (1 + torch.erf(x * math.sqrt(0.5))) / 2
+    density = torch.exp(-x * x / 2) * (2 * math.pi) ** -0.5
+    return below + x * density
+
+
+def _gelu_tanh_slope(x: Tensor) -> Tensor:
+    a, b = GELU_TANH
+    inner = torch.tanh(a * (x + b * x**3))
+    return (1 + inner) / 2 + x * (1 - inner * inner) * (a / 2) * (1 + 3 * b * x * x)
+
+
+def _relu_slope(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), x, (x > 0).float())
+
+
+TABLE = {
+    "silu": Activation(functional.silu, _silu_slope, (functional.silu,)),
+    "gelu": Activation(functional.gelu, _gelu_slope, (functional.gelu,)),
+    "gelu_tanh": Activation(partial(functional.gelu, approximate="tanh"), _gelu_tanh_slope),
+    "relu": Activation(torch.relu, _relu_slope, (functional.relu, torch.relu, Tensor.relu)),
+}
+"""The activation functions that have kernels, by name. Any other elementwise function is computed by itself."""
+ACTIVATIONS = [*TABLE]
+"""Their names; kernels number them in this order."""
 
 
 def _check(
@@ -100,16 +149,4 @@ def backward(
 
 def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Values and derivatives of an activation in float32; NaN for NaN."""
-    if activation == "silu":
-        share = x.sigmoid()
-        return functional.silu(x), share * (1 + x * (1 - share))
-    if activation == "relu":
-        return x.relu(), torch.where(x.isnan(), x, (x > 0).float())
-    if activation == "gelu":
-        below = (1 + torch.erf(x * math.sqrt(0.5))) / 2
-        density = torch.exp(-x * x / 2) * (2 * math.pi) ** -0.5
-        return functional.gelu(x), below + x * density
-    a, b = GELU_TANH
-    inner = torch.tanh(a * (x + b * x**3))
-    slope = (1 + inner) / 2 + x * (1 - inner * inner) * (a / 2) * (1 + 3 * b * x * x)
-    return functional.gelu(x, approximate="tanh"), slope
+    return TABLE[activation].value(x), TABLE[activation].slope(x)
