@@ -306,11 +306,10 @@ class RowSums:
         if left := [name for name in self.layers if name not in calibrated]:
             _log.warning("vLLM sums %s itself: the calibration has no format for that", _some(left))
         if coded and self._first:
-            formats = ", ".join(sorted({str(codec) for codec in codecs})[:3])
+            small = sums.small if isinstance(sums.small, int) else "was measured to be faster"
             _log.info(
-                "lowbit: %d row-parallel layers sum prefills in few bits over %d ranks: %s%s; vLLM sums fewer values than "
-                "%s, and decoding", len(coded), self._group.world_size, formats,
-                " and more" if len({*map(str, codecs)}) > 3 else "", sums.small if isinstance(sums.small, int) else "measured",
+                "lowbit: %d row-parallel layers sum prefills in few bits over %d ranks: %s; vLLM sums fewer values than %s, "
+                "and decoding", len(coded), self._group.world_size, _some(sorted({*map(str, codecs)})), small,
             )  # fmt: skip
 
     def _compare(self, calibration: Any) -> None:
