@@ -306,10 +306,10 @@ class RowSums:
         if left := [name for name in self.layers if name not in calibrated]:
             _log.warning("vLLM sums %s itself: the calibration has no format for that", _some(left))
         if coded and self._first:
-            small = sums.small if isinstance(sums.small, int) else "was measured to be faster"
+            small = f"fewer than {sums.small}" if isinstance(sums.small, int) else "as few as its sums are faster for"
             _log.info(
-                "lowbit: %d row-parallel layers sum prefills in few bits over %d ranks: %s; vLLM sums fewer values than %s, "
-                "and decoding", len(coded), self._group.world_size, _some(sorted({*map(str, codecs)})), small,
+                "lowbit: %d row-parallel layers sum prefills in few bits over %d ranks: %s; vLLM sums %s values, and what "
+                "it decodes", len(coded), self._group.world_size, _some(sorted({*map(str, codecs)})), small,
             )  # fmt: skip
 
     def _compare(self, calibration: Any) -> None:
