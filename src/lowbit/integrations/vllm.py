@@ -308,8 +308,8 @@ class RowSums:
         if coded and self._first:
             small = f"fewer than {sums.small}" if isinstance(sums.small, int) else "as few as its sums are faster for"
             _log.info(
-                "lowbit: %d row-parallel layers sum prefills in few bits over %d ranks: %s; vLLM sums %s values, and what "
-                "it decodes", len(coded), self._group.world_size, _some(sorted({*map(str, codecs)})), small,
+                "lowbit: %d row-parallel layers sum prefills in few bits over %d ranks: %s; vLLM sums %s values, and "
+                "what it decodes", len(coded), self._group.world_size, _some(sorted({*map(str, codecs)})), small,
             )  # fmt: skip
 
     def _compare(self, calibration: Any) -> None:
