@@ -149,7 +149,7 @@ def _normalized(
 _NAMES = {spelling: name for name, activation in TABLE.items() for spelling in activation.spellings}
 
 
-@handles(*(_NAMES.keys() - {functional.gelu}))
+@handles(*(each for each in _NAMES if each is not functional.gelu))
 def silu_or_relu(call: TorchCall, input: Tensor, inplace: bool = False) -> Any:
     """SiLU and ReLU."""
     return NotImplemented if inplace else _activated(call, input, _NAMES[call.func])
