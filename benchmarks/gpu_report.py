@@ -106,7 +106,8 @@ def memory(device: str) -> Iterator[Row]:
             "hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": sizes["layers"],
             "num_attention_heads": width // 64 or 1, "vocab_size": 32000, "max_position_embeddings": sequence,
         }  # fmt: skip
-        model: Any = LlamaForCausalLM(LlamaConfig(**shape)).to(device).train()  # pyright: ignore[reportCallIssue]
+        model: Any = LlamaForCausalLM(LlamaConfig(**shape))  # pyright: ignore[reportCallIssue]
+        model.to(device).train()
         if kind == "checkpoints":
             model.gradient_checkpointing_enable()
         elif kind == "compress_saved_":
@@ -165,7 +166,7 @@ def rank(device: str) -> None:
             if kind == "PyTorch's stage"
             else LowBitStage(half, place, 2, where, forward=parse(kind))
         )
-        schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+        schedule: Any = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
         x, seconds = torch.randn(8, sizes["sequence"], width, device=device), []
         for _ in range(8):
             dist.barrier()
