@@ -111,7 +111,7 @@ def one_line_errors(traceback: bool, *, tells: bool = False) -> Iterator[None]:
         sys.stderr.flush()
         if rank:
             if tells and code == USAGE and not getattr(error, "told", False):
-                from lowbit_run.job.refusal import tell
+                from lowbit_run.job.decline import tell
 
                 tell(describe(error))
             # Skip destructors: those of a broken process group can wait for peers that are gone.

@@ -65,7 +65,7 @@ def _where_to_begin() -> list[str]:
         steps.append((addresses["Documentation"], "add lowbit to a training script of your own"))
     if find_spec("pydantic") is None:
         steps.insert(0, ('pip install "lowbit[lab]"', "install what the commands need"))
-    return ["where to begin:", *listed([*steps, ("lowbit --version", "print the version")])]
+    return ["where to begin:", *listed(steps)]
 
 
 class _Missing:

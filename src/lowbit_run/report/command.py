@@ -195,6 +195,11 @@ class Table:
 _LOG_SECONDS = 30.0
 
 
+def _no_ending(settings: Any) -> Iterable[tuple[str, str]]:
+    """Return no last lines."""
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """The declaration of a command: settings, measurement, and how rows are shown.
@@ -225,7 +230,7 @@ class Command:
     key: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
     live: bool = True
-    ending: Callable[[Any], Iterable[tuple[str, str]]] = lambda settings: ()
+    ending: Callable[[Any], Iterable[tuple[str, str]]] = _no_ending
 
 
 def run(

@@ -117,13 +117,17 @@ def test_other_bytes_are_one_line(tmp_path: Path):
         (b"[" * 100_000, "is not JSON"),
         (b'{"version": ' + b"9" * 5000 + b"}", "is not JSON"),
         (b"[]", "does not hold a JSON object"),
-        (b" " * (1 << 23), "has more than 4194304 bytes"),
+        (b" " * (1 << 23), "it has more than 4 MiB"),
     ):
         (tmp_path / "plan.json").write_bytes(data)
         with pytest.raises(ValueError, match=says):
             LayerPlan.read(tmp_path / "plan.json")
     os.mkfifo(tmp_path / "pipe")
-    for name, says in (("pipe", "pipe is not a regular"), ("", "is not a regular"), ("none", "be read: No such")):
+    for name, says in (
+        ("pipe", "cannot be read: it is not a regular"),
+        ("", "is not a regular"),
+        ("none", "be read: No such"),
+    ):
         with pytest.raises(ValueError, match=says):
             LayerPlan.read(tmp_path / name)
 

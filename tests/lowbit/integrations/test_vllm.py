@@ -158,7 +158,7 @@ def test_layers_are_checked_in_the_first_prefill(bits: int, lost: bool):
             assert sum("more than 5 % (check): vLLM sums this layer itself" in text for text in messages) == 4
         else:
             assert all(0 < error < 0.02 for error in engine.sums.errors.values())
-            assert any("4 layers checked" in text for text in messages)
+            assert any("4 layers checked" in text for text in messages) == (dist.get_rank() == 0), "once in a log"
 
 
 @on_ranks
@@ -255,7 +255,7 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded():
         (register("{}"), ValueError, "calibration is '' and format is ''; allowed: one of them"),
         (register('{"format": "bf16", "check": 0}'), ValueError, "check is 0; allowed: a number above 0"),
         (register('{"format": "bf16", "over": "stop"}'), ValueError, "over is 'stop'"),
-        (register(json.dumps({"format": INT8})), VllmError, f"{no_vllm} for vLLM 0.33.0"),
+        (register(json.dumps({"format": INT8})), VllmError, f"{no_vllm} for vLLM 0.32 and 0.33"),
         (settings(format="int5x"), ValueError, f"{wrong}codec is 'int5x'; did you mean int5"),
         (settings(small="never"), ValueError, f"{wrong}small is 'never'; allowed"),
         (settings(algorithm="ring"), ValueError, f"{wrong}algorithm is 'ring'; allowed"),

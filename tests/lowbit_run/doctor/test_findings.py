@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowbit_run.doctor.command import findings
 from lowbit_run.doctor.facts import Facts, Speed, facts
@@ -13,6 +14,7 @@ from lowbit_run.doctor.settings import DoctorSettings
 from lowbit_run.doctor.survey import DROPPED, OPEN, MachineSurvey, Measured, SurveyedMachine, _named
 from lowbit_run.plan import sizes
 from lowbit_run.train import load
+from lowbit_run.train.device import choose_autocast
 from lowbit_run.train.fits import PROCESS_BYTES
 from lowbit_run.train.footprint import rank_peaks
 from lowbit_run.train.layout import make_layout
@@ -204,7 +206,8 @@ def test_a_recipe_with_adapters_is_measured_as_it_trains(tmp_path: Path, monkeyp
     own = facts(settings)
     assert (own.recipe_problem, own.weights, len(own.needs)) == ("", "nf4", 2)
     config = load(recipe)
-    predicted = rank_peaks(config, make_layout(config.pipeline, ranks=2, layers=4), vocab=256, autocast=None)
+    autocast, layout = choose_autocast("auto", torch.device("cpu")), make_layout(config.pipeline, ranks=2, layers=4)
+    predicted = rank_peaks(config, layout, vocab=256, autocast=autocast)
     assert own.needs == tuple(peak + PROCESS_BYTES["cpu"] for peak in predicted)
     built: list[str] = []
     build = sizes.build_share

@@ -13,9 +13,10 @@ import pytest
 
 from lowbit.wire.store import of_attempt
 from lowbit_run.config import to_toml
-from lowbit_run.job import process_group, refusal
+from lowbit_run.job import decline, process_group, refusal
+from lowbit_run.job.decline import say
 from lowbit_run.job.process_group import AloneError, MisplacedError, SizeError, is_own, listen, meet, prove, reach
-from lowbit_run.job.refusal import RefusedError, say
+from lowbit_run.job.refusal import RefusedError
 from tests.lowbit_run.train.runs import tiny
 
 SECONDS = 5  # within which the other side learns it
@@ -63,7 +64,7 @@ def test_what_strangers_write_is_shown_and_ends_nothing(
     place: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     kept = of_attempt(listen("127.0.0.1", int(place["MASTER_PORT"]), timeout=5), "0/0")
-    monkeypatch.setattr(refusal, "run_secret", lambda: b"of somebody")
+    monkeypatch.setattr(decline, "run_secret", lambda: b"of somebody")
     say(EVIL, 1, 2)
     with caplog.at_level(logging.WARNING), pytest.raises(AloneError):
         waits(1, patience=2)

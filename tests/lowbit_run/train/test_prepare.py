@@ -128,7 +128,7 @@ def test_an_output_folder_with_a_run_is_not_overwritten_by_accident(tmp_path: Pa
     prepare(config, ranks=2)
     RunFolder(Path(config.run.output)).note("metrics.jsonl")
     (Path(config.run.output) / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"a run already \(metrics\.jsonl\); .*\(--resume\).* \(--overwrite\) to"):
+    with pytest.raises(ConfigError, match=r"already \(metrics\.jsonl\), without a checkpoint; .* \(--overwrite\) to"):
         prepare(config, ranks=2)
     for choice in ({"resume": "auto"}, {"overwrite": True}):
         prepare(again(config, run=choice), ranks=2)

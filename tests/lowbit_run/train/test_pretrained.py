@@ -307,7 +307,7 @@ def test_files_that_come_along_are_files_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """A saved model is published: a link in a foreign folder does not add the user's files to it."""
-    monkeypatch.setattr(pretrained, "_MOST_BYTES", 100)
+    monkeypatch.setattr(pretrained, "MOST_BYTES", 100)
     cache, target = tmp_path / "models--a--b", tmp_path / "saved"
     folder = cache / "snapshots" / "1234"  # as the cache of Hugging Face Hub is laid out
     for path in (folder, cache / "blobs", target):
@@ -366,7 +366,7 @@ def test_each_rank_refuses_it_before_it_meets_the_others(
     for name, value in there.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("os._exit", lambda code: sys.exit(code))
-    monkeypatch.setattr("lowbit_run.job.refusal._PATIENCE", 0.0)
+    monkeypatch.setattr("lowbit_run.job.decline._PATIENCE", 0.0)
     result = start(folder)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert SHORT in result.stderr

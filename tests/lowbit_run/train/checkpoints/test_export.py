@@ -48,7 +48,13 @@ def test_it_is_the_model_that_the_run_saves(ranks: Ranks, tmp_path: Path, kind: 
     assert f'lowbit generate {made} --prompt "..."' in result.stdout
     assert {path.name for path in made.iterdir()} == {path.name for path in saved.iterdir()}
     for path in saved.iterdir():
-        assert (made / path.name).read_bytes() == path.read_bytes(), path.name
+        if path.name == "adapter_config.json":  # PEFT writes a set, whose order differs between processes
+            one, other = (json.loads((folder / path.name).read_text()) for folder in (made, saved))
+            assert {**one, "target_modules": sorted(one["target_modules"])} == {
+                **other, "target_modules": sorted(other["target_modules"])
+            }  # fmt: skip
+        else:
+            assert (made / path.name).read_bytes() == path.read_bytes(), path.name
     earlier = invoke("export", str(run / "checkpoints" / "step-00000001"), "--output", str(tmp_path / "earlier"))
     assert earlier.exit_code == 0, earlier.output
     (weights,) = saved.glob("*.safetensors")

@@ -34,10 +34,10 @@ def part(config: TrainConfig, until: int) -> list[str]:
             raise _Stop
 
     handler = logging.Handler()
-    logging.getLogger("lowbit").addHandler(handler)
+    logging.getLogger("lowbit_run").addHandler(handler)
     with mock.patch.object(handler, "emit") as emit, contextlib.suppress(_Stop):
         train(config, on_step=on_step)
-    logging.getLogger("lowbit").removeHandler(handler)
+    logging.getLogger("lowbit_run").removeHandler(handler)
     return [call.args[0].getMessage() for call in emit.call_args_list]
 
 

@@ -120,7 +120,7 @@ def lie(share: Path) -> None:
         (lambda share: (share / MANIFEST).write_bytes(b""), "has a manifest.json that was changed or cut short"),
         (lambda share: replace(share / MANIFEST, os.mkfifo), "is not a regular file"),
         (lambda share: replace(share / MANIFEST, lambda p: p.symlink_to("/dev/zero")), "is not a regular file"),
-        (lambda share: os.truncate(share / MANIFEST, 1 << 40), "more than 67108864 bytes"),
+        (lambda share: os.truncate(share / MANIFEST, 1 << 40), "more than 64 MiB"),
         (lambda share: share.rename(share.with_name("rank-1")), "is that of rank 0 at step 4"),
     ],
 )
