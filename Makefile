@@ -20,7 +20,7 @@ OTHER  := .venv-torch/$(TORCH)
 ENGINES := .venv-engines
 VLLM   := .venv-vllm
 # Those of Transformers and of vLLM's stand-in run in `make test`, with the same PyTorch and Transformers.
-ENGINE_TESTS := $(addprefix tests/lowbit/integrations/test_,torchft.py train.py torchtitan.py megatron.py megatron_layers.py pages.py)
+ENGINE_TESTS := $(addprefix tests/lowbit/integrations/test_,torchft.py torchtitan.py megatron.py megatron_layers.py pages.py) tests/lowbit_run/train/test_elastic.py
 TORCH_TESTS := $(addprefix tests/,lowbit/pipeline lowbit/activations/test_distributed.py lowbit/wire/test_pytorch.py lowbit_run/train/test_loop.py) \
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 # Not on the terminal: what the theme's authors have to say of MkDocs 2.
