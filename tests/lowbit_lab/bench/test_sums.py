@@ -96,7 +96,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> GenerationBenchmark:
     return GenerationBenchmark(
         links=(Link(None),), formats=(OWN, "bf16", "int4"), chunks=(0, 7), prompt=PROMPT, tokens=TOKENS, rounds=2,
         pretrained=str(folder / "model"), samples=2,
-        data=DataConfig(text=(str(folder / "text.txt"),), sequence=32, batch=1),
+        data=DataConfig(text=(str(folder / "text.txt"),), tokenizer="bytes", sequence=32, batch=1),
     )  # fmt: skip
 
 
