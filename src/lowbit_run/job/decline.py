@@ -26,7 +26,8 @@ def tell(text: str) -> None:
         return  # the launcher ends the others, or there are none
     with contextlib.suppress(Exception, KeyboardInterrupt):  # whatever is wrong here is what is told
         if not have_met():  # RANK and WORLD_SIZE may be what is wrong
-            say(text, int(rank) if rank.isdigit() else 1, int(ranks) if ranks.isdigit() else 2)
+            count = int(ranks) if ranks.isdigit() else 2
+            say(text, int(rank) if rank.isdigit() and int(rank) < count else 1, count)
 
 
 def say(text: str, rank: int, ranks: int) -> None:

@@ -86,7 +86,8 @@ def test_the_interfaces_agree_about_adapters_of_a_saved_model(tmp_path: Path):
     )
     model = train(first).model
     config = tiny(
-        tmp_path, model={"pretrained": model}, lora={"rank": 4}, data=SIZES["data"], pipeline=SIZES["pipeline"],
+        tmp_path, model={"pretrained": model}, lora={"rank": 4}, data={**SIZES["data"], "tokenizer": "bytes"},
+        pipeline=SIZES["pipeline"],
         run={"eval_batches": 0, "save_model": True, "steps": 8},
     )  # fmt: skip
     assert "tied embedding" not in _compare(config, tmp_path, {"boundaries", "evaluation"}).parts
