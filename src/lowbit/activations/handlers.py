@@ -178,6 +178,13 @@ class Followed:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    def __eq__(self, other: object) -> bool:
+        """Whether it stands for this function: modules such as Megatron's compare theirs with those they know."""
+        return self.function == (other.function if isinstance(other, Followed) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or torch.compiler.is_compiling():
             return self.function(*args, **kwargs)

@@ -190,6 +190,7 @@ def _follow_functions(module: nn.Module) -> None:
         return
     for name, value in [*vars(module).items()]:
         known = name.startswith("_") or name == "forward" or isinstance(value, type | Followed)
+        known = known or any(value is function for function in HANDLERS)  # the mode sees these themselves
         if callable(value) and not known and is_activation(value):
             setattr(module, name, Followed(value))
 

@@ -383,3 +383,19 @@ def test_clip_keeps_little():
         grads.append(gradients(model, loss))
     assert kept[1] < 0.15 * kept[0], kept
     assert distance(grads[1], grads[0]) < 0.03
+
+
+def test_a_module_can_still_compare_its_function_with_those_that_it_knows():
+    """As Megatron's feed-forward block does, to choose its fused kernels."""
+
+    def own(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.7 * x)
+
+    for function in (functional.silu, own):
+        block = nn.Module()
+        block.up, block.down, block.act = nn.Linear(8, 32), nn.Linear(32, 8), function
+        block.forward = lambda x, block=block: block.down(block.act(block.up(x)))
+        compress_saved_(nn.Sequential(block))
+        assert block.act == function
+        assert {block.act: 1}[function] == 1
+        assert (block.act is function) == (function is functional.silu), "the mode sees those of PyTorch themselves"
