@@ -35,7 +35,7 @@ LEAST_PIECE = 1 << 14  # a smaller piece arrives no sooner: TCP sends as much at
 
 log = escape.logger(__name__)
 
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_for_messages: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _more: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
 _used: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -53,10 +53,10 @@ def gloo_of(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     backends = dist.get_backend_config(group)
     if "cpu:gloo" in backends.split(","):
         return group
-    if group not in _beside:
+    if group not in _for_messages:
         agree(group, "Gloo", timeout, topic="group for messages")  # names ranks that do not come
         try:
-            _beside[group] = bounded(partial(_gloo_beside, group, timeout), timeout)
+            _for_messages[group] = bounded(partial(_new_gloo, group, timeout), timeout)
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(
                 f"the Gloo group next to that of {backends} did not connect within {timeout:g} s ({first_line(error)})"
@@ -68,10 +68,10 @@ def gloo_of(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
                 "messages of pipelines go over a Gloo group, made next to that of %s (%d ranks); tensors on a GPU pass "
                 "through the memory of the host", backends, group.size(),
             )  # fmt: skip
-    return _beside[group]
+    return _for_messages[group]
 
 
-def _gloo_beside(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+def _new_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     # Not by `new_group`: all ranks of the job would have to call it, or its name would depend on their other groups.
     store: Any = PrefixStore("lowbit/gloo", group.get_group_store())
     made: Any = dist.ProcessGroup(store, group.rank(), group.size())

@@ -1,8 +1,9 @@
 """Hear from another rank why it does not come, before the ranks have met; `decline` tells the others.
 
-A line under one key of the store: other ranks write it into rank 0's store, and rank 0 keeps a store for it. It counts
-if it is signed with the run's secret; otherwise it is only shown. There is no attempt yet that it could be signed for,
-so whoever has recorded it may repeat it: that keeps a run from starting, as closing the port would.
+A line under one key of the store: other ranks write it into rank 0's store, and rank 0 keeps a store for it. In a run
+with a secret it counts if it is signed with that, and otherwise is only shown; in a run without one any line counts, as
+alarms do. There is no attempt yet that it could be signed for, so whoever has recorded it may repeat it: that keeps a
+run from starting, as closing the port would.
 """
 
 import contextlib

@@ -81,7 +81,7 @@ _TYPED: tuple[_Rule, ...] = (
     ),
     ("pipeline.tied_rows", lambda c: not c.model.pretrained and c.model.tied is False, "model.tied", "with true"),
 )  # fmt: skip
-"""The same for the command line alone: a file may serve runs of one rank and of several, and several models."""
+"""Rules for options on the command line only: a file may be used with one rank or several, and with other models."""
 
 
 def check_effects(config: "TrainConfig", typed: Iterable[str]) -> None:

@@ -30,11 +30,13 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     llm = LLM(
         model=sys.argv[1], tensor_parallel_size=2, enforce_eager=True, max_model_len=256, max_num_seqs=4,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=True, enable_prefix_caching=False,
     )
     prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6, detokenize=False))
+    for _ in range(2):  # the first answers have vLLM's sums, next to which the others are checked
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=6, detokenize=False, logprobs=0))
     print("TOKENS", json.dumps([list(each.outputs[0].token_ids) for each in outputs]))
+    print("LIKELY", json.dumps([each.outputs[0].cumulative_logprob for each in outputs]))
 """
 PROMPTS = [[(7 * place + start) % 250 for place in range(40)] for start in (1, 2, 3)]
 
@@ -77,11 +79,20 @@ def answered(model: Path, settings: dict[str, Any] | None) -> tuple[list[list[in
     return (json.loads(found[0]) if found else []), done.stdout
 
 
+def _likely(log: str) -> list[float]:
+    """Logarithms of the probabilities of an engine's answers."""
+    (found,) = [line.removeprefix("LIKELY ") for line in log.splitlines() if line.startswith("LIKELY ")]
+    return json.loads(found)
+
+
 def test_the_engine_answers_as_without_and_says_what_it_codes(model: Path):
-    plain, _ = answered(model, None)
+    plain, without = answered(model, None)
     coded, log = answered(model, INT8)
     assert plain
     assert coded == plain, log[-2000:]
+    exact, rounded = (_likely(each) for each in (without, log))
+    assert rounded != exact, "the sums of the second round were coded"
+    assert rounded == pytest.approx(exact, abs=0.1)
     assert "lowbit: 4 row-parallel layers sum prefills in few bits over 2 ranks: GroupInt(bits=8" in log
     assert "lowbit: 4 layers checked: errors of their sums" in log
 
