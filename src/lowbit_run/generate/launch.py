@@ -18,7 +18,7 @@ def run(settings: GenerateSettings) -> None:
     """Answer, or score, according to the settings and the environment; rank 0 prints.
 
     Raises:
-        ConfigError: (before any process starts) the settings cannot work.
+        ConfigError: (before ranks meet) the settings cannot work.
         LaunchError: a local rank failed or a signal asked for the end; all ranks have ended.
         AgreementError, PeerError: if this process is a rank, as `lowbit_run.train.train`.
     """
@@ -31,13 +31,11 @@ def run(settings: GenerateSettings) -> None:
         settings = _with_prompt(settings)
     if not launched:
         check_torch()
-    from lowbit_run.generate.prepare import prepare
-
-    prepared = prepare(settings, rank=rank, ranks=ranks)
     if launched or ranks == 1:
+        from lowbit_run.generate.prepare import prepare
         from lowbit_run.generate.rank import answer
 
-        return answer(prepared)
+        return answer(prepare(settings, rank=rank, ranks=ranks))
     from lowbit_run.job.launch import RankProgram, start_all
     from lowbit_run.train.device import threads_per_rank
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Never
 
 from lowbit.escape import Printable
-from lowbit_run.job.output import FAILED, end
+from lowbit_run.config import ConfigError
+from lowbit_run.job.output import FAILED, USAGE, end
 from lowbit_run.job.stop import STOPPED, StopRequest, code_of, stop_requests
 
 log = logging.getLogger(__name__)
@@ -141,10 +142,14 @@ class LaunchError(Printable, RuntimeError):
 
 
 def start_all(program: RankProgram, ranks: int, *, secret: str | None = None) -> None:
-    """Run all ranks of a run on this machine until they are done; LaunchError: one of them failed, and all have ended.
+    """Run all ranks of a run on this machine until they are done.
 
     This process hosts their store, on the loopback interface and a port that the system chooses, so that it outlives
     all ranks, and gives them a secret (None: a new one), so that nobody else can take part.
+
+    Raises:
+        ConfigError: a rank refused its order. LaunchError: a rank failed, or a signal asked for the end. All have
+            ended.
     """
     from lowbit.wire.checksum import ATTEMPT, SECRET
     from lowbit.wire.store import of_attempt
@@ -193,6 +198,8 @@ def _watch(processes: list[Process], grace: float, alarm: "Alarm | None" = None)
         return
     cause = None if failed.killed_or_stopped or alarm is None else alarm.read()[0]
     reason, code = cause.text if cause else failed.outcome(), failed.code or FAILED
+    if cause and code == USAGE and not request.number:
+        raise ConfigError(reason)
     if request.number:
         reason = f"interrupted by {request.name}{f'; {reason}' if failed.left_on_request else ''}"
         code = code_of(request.number)
@@ -247,17 +254,19 @@ def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> 
     except Exception as error:
         from lowbit.wire.agreement import stay
 
-        _report_failure(error)
+        code = exit_code(error)
+        _report_failure(error, refused=code == USAGE)
         sys.stderr.flush()
         stay()  # keeps a store that this process hosts reachable for ranks that come late
-        end(exit_code(error))
+        end(code)
     end(0)  # without destructors: a rank that is killed in them would be restarted, and wait for the others
 
 
-def _report_failure(error: Exception) -> None:
+def _report_failure(error: Exception, *, refused: bool) -> None:
     """Print which rank failed and why, with a traceback if the kind of error is unexpected, and sound the alarm.
 
     The alarm is for the launcher and other ranks, in case this rank failed before it watched them; the first counts.
+    A refused order is left to a launcher to print, as all of its ranks refuse it; without one, other machines are told.
     """
     from lowbit.escape import one_line
     from lowbit.wire.errors import AgreementError, PeerError
@@ -268,16 +277,22 @@ def _report_failure(error: Exception) -> None:
 
         traceback.print_exception(error)
     text, rank = one_line(str(error)), int(os.environ.get("RANK", "0"))
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"rank {rank}: error: {text}\n")
     from lowbit.wire.checksum import run_secret, this_attempt
     from lowbit_run.job.peers import Alarm, Cause, launcher_keeps_store
     from lowbit_run.job.process_group import reach
 
-    cause = Cause(rank, text if names_its_cause else f"rank {rank}: {text}")
+    cause, sounded = Cause(rank, text if names_its_cause or refused else f"rank {rank}: {text}"), False
     if launcher_keeps_store():
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone, too
             Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(cause)
+            sounded = True
+    if not (refused and sounded):
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"rank {rank}: error: {text}\n")
+    if refused and "RANK" in os.environ and not getattr(error, "told", False):
+        from lowbit_run.job.decline import tell
+
+        tell(text)
 
 
 def _pulse() -> None:

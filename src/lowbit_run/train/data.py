@@ -7,11 +7,13 @@ and a run that resumes at step N sees exactly the samples that it would have see
 """
 
 import codecs
+import fcntl
 import glob
 import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -224,14 +226,28 @@ def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text)
     path = cache / f"tokens-{digest.hexdigest()[:16]}.npy"
-    if (tokens := _read(path)) is not None:
-        return tokens
-    tokens = encode_documents(texts, tokenizer)
-    RunFolder(path.parent.parent).note(f"{path.parent.name}/{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:  # as other ranks may read
-        np.save(part, tokens)
+    folder = cache.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):  # so that one rank of a machine encodes, and the others read what it wrote
+        if (tokens := _read(path)) is None:
+            tokens = encode_documents(texts, tokenizer)
+            RunFolder(folder).note(f"{cache.name}/{path.name}")
+            cache.mkdir(exist_ok=True)
+            with replacing(path) as part:  # ranks of other machines may share the folder and read
+                np.save(part, tokens)
     return tokens
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes of this machine out of a folder, where its file system can."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _checked(documents: Iterable[bytes], are_text: list[bool]) -> Iterator[bytes]:

@@ -40,7 +40,7 @@ def run(config: TrainConfig) -> Summary | None:
         The summary; None from the supervisor of a rank other than 0, whose machine has no summary.
 
     Raises:
-        ConfigError: (before any process starts) the configuration cannot work.
+        ConfigError: (before ranks meet) the configuration cannot work.
         TorchVersionError: this version of PyTorch is not supported.
         LaunchError: a local rank failed or a signal asked for the end; all ranks have ended.
         StoppedError, AgreementError, PeerError, DivergedError: as `lowbit_run.train.train`, if this process is a rank.
@@ -60,9 +60,6 @@ def run(config: TrainConfig) -> Summary | None:
             from lowbit_run.train.loop import train
 
             return train(config)
-        from lowbit_run.train.prepare import prepare
-
-        prepare(config, ranks=config.ranks)
         start_ranks(config)
     except (LaunchError, StoppedError) as error:
         if error.code != USAGE:  # otherwise resuming cannot help
@@ -139,12 +136,9 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
     `start` runs the ranks of one attempt until they are done, or raises `LaunchError`.
 
     Raises:
-        ConfigError: (before any process starts) the configuration cannot work.
+        ConfigError: (before ranks meet) the configuration cannot work.
         LaunchError: from the last attempt, with how to continue.
     """
-    from lowbit_run.job.process_group import world
-    from lowbit_run.train.prepare import prepare
-
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
             "run.supervise is true under torchrun, which restarts ranks itself; "
@@ -152,9 +146,6 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
         )
     resuming = replace(config, run=replace(config.run, resume="auto"))
     config = config if config.run.resume else resuming
-    one_rank = "RANK" in os.environ or config.ranks == 1
-    ranks = world()[1] if one_rank else config.ranks
-    prepare(config, ranks=ranks)
     checkpoints = Path(config.run.output) / FOLDER
     attempts = Attempts(config.run.restarts, newest_step(checkpoints))
     while True:

@@ -1,5 +1,8 @@
 import os
+import threading
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from lowbit_run.config import ConfigError
 from lowbit_run.train import from_mapping
 from lowbit_run.train.config import DataConfig
-from lowbit_run.train.data import Order, Windows, capped, documents, files_named, library_files, load_data
+from lowbit_run.train.data import (
+    Order,
+    Windows,
+    capped,
+    documents,
+    encode_documents,
+    files_named,
+    library_files,
+    load_data,
+)
 from lowbit_run.train.folder import RunFolder
 from lowbit_run.train.pretrained import ByteTokenizer, load_tokenizer
 from tests.refused import refused
@@ -98,6 +110,24 @@ def test_token_ids_are_kept_until_they_are_damaged_or_of_another_tokenizer(
     file = Path(folder) / "tokenizer.json"
     file.write_text(file.read_text().replace('"few"', '"many"'))
     assert load().train.tokens[:2].tolist() == [0, 3]
+
+
+def test_one_of_several_ranks_on_a_machine_encodes_the_text(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+):
+    encoded: list[str] = []
+
+    def slowly(*given: Any) -> Any:
+        encoded.append(threading.current_thread().name)
+        time.sleep(0.2)  # in which the others ask, too
+        return encode_documents(*given)
+
+    monkeypatch.setattr("lowbit_run.train.data.encode_documents", slowly)
+    (tmp_path / "text.txt").write_text("few bits " * 100)
+    config = DataConfig(text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0)
+    with ThreadPoolExecutor(3) as pool:
+        loaded = list(pool.map(lambda _: load_data(config, cache=tmp_path / "run" / "cache"), range(3)))
+    assert len({each.fingerprint() for each in loaded}) == len(encoded) == 1
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])

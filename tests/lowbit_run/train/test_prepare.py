@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit_run.train import ConfigError, launch, run
+from lowbit_run.train import ConfigError, TrainConfig, launch, run
 from lowbit_run.train.folder import RunFolder
 from lowbit_run.train.prepare import prepare
 from tests.lowbit_run.train.runs import again, tiny
@@ -114,13 +114,28 @@ if not torch.cuda.is_available():
     WRONG.append(({"run": {"device": "cuda"}}, "run.device is cuda; this machine has 0 devices"))
 
 
-def test_wrong_settings_are_one_line_before_any_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _checked(config: TrainConfig) -> None:
+    """Check what a command checks, and then its ranks, before they meet."""
+    launch.check_early(config)
+    prepare(config, ranks=config.ranks)
+
+
+def test_wrong_settings_are_one_line_before_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("ten bytes.")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "start_ranks", lambda config: pytest.fail("started"))
-    texts = refused(*((lambda s=s: run(tiny(tmp_path, **s)), ConfigError, text) for s, text in WRONG))
+    texts = refused(*((lambda s=s: _checked(tiny(tmp_path, **s)), ConfigError, text) for s, text in WRONG))
     assert not [text for text in texts if "\n" in text]
+
+
+@pytest.mark.parametrize("supervise", [False, True])
+def test_what_all_ranks_of_a_machine_refuse_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], supervise: bool
+):
+    settings = {"supervise": supervise, "overwrite": False}
+    with pytest.raises(ConfigError, match=r"^data\.batch is 4000 and data\.sequence is 16; [^\n]*$"):
+        run(tiny(tmp_path, data={"batch": 4000}, run=settings))
+    assert not capfd.readouterr().err
 
 
 def test_an_output_folder_with_a_run_is_not_overwritten_by_accident(tmp_path: Path):
@@ -154,10 +169,9 @@ def test_what_lowbit_did_not_make_is_never_overwritten(
     for name in foreign:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("precious")
-    monkeypatch.setattr(launch, "start_ranks", lambda config: pytest.fail("started"))
     for overwrite in (True, False):
         with pytest.raises(ConfigError, match="which lowbit has no record of making") as caught:
-            run(again(config, run={"overwrite": overwrite}))
+            _checked(again(config, run={"overwrite": overwrite}))
         assert f"run.output '.' holds {foreign[0]}" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert ("lowbit-run.jsonl" in str(caught.value)) == (not marked)
