@@ -25,7 +25,7 @@ RTT_MS = 40.0
 _MODEL = shlex.split(
     "--model.layers 8 --model.dim 128 --model.heads 2 --model.ffn 256 --data.sequence 128 --data.batch 16 "
     "--pipeline.microbatches 4 --pipeline.warmup_steps 0 --data.held_out_share 0 --run.steps 100000 --run.threads 1 "
-    "--run.save_model false --run.progress false --run.overwrite true --pipeline.forward auto"
+    "--run.save_model false --run.progress false --run.prompt '' --run.overwrite true --pipeline.forward auto"
 )
 
 

@@ -107,7 +107,7 @@ def recipe(
         optimizer=optimizer or OptimizerConfig(),
         run=RunConfig(
             device=settings.device, backend="gloo", precision=settings.precision, seed=settings.seed,
-            progress=False, tensorboard=False, checkpoint_every=0, **run,
+            progress=False, prompt="", tensorboard=False, checkpoint_every=0, **run,
         ),
     )  # fmt: skip
 

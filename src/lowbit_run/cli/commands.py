@@ -196,6 +196,7 @@ def _lines(summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
     if summary.exact_match is not None:
         before = "" if summary.exact_match_before is None else f", {summary.exact_match_before:.1%} before training"
         yield "exact match", f"{summary.exact_match:.1%}{before}"
+    yield from summary.words.items()
     if summary.tokens_per_second is not None:
         yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s"
     if summary.bits_forward is not None and summary.bits_backward is not None:

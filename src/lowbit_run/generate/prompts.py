@@ -9,7 +9,7 @@ from typing import Any
 from lowbit_run.config import ConfigError
 from lowbit_run.generate.settings import GenerateSettings
 from lowbit_run.train.answers import Encoded, check_characters, encode, read_record, read_samples
-from lowbit_run.train.pretrained import Tokenizer, reason
+from lowbit_run.train.pretrained import Tokenizer, encode_prompt, reason
 
 _ALLOWED = "an object with prompt, or with messages"
 _MOST_BYTES = 64 << 20
@@ -47,7 +47,7 @@ def read_prompts(settings: GenerateSettings, tokenizer: Any, *, longest: int | N
         if messages is not None or (chat and not plain):
             ids = _from_template(tokenizer, messages or [{"role": "user", "content": text}], where)
         else:
-            ids = _plain(tokenizer, str(text))
+            ids = encode_prompt(tokenizer, str(text))
         if longest is not None and len(ids) >= longest:
             raise ConfigError(f"{where} has {len(ids)} tokens; allowed: fewer than the model's positions, {longest}")
         if not ids:
@@ -109,10 +109,3 @@ def _from_template(tokenizer: Any, messages: Sequence[Any], where: str) -> list[
     except Exception as error:  # a foreign template may raise anything
         raise ConfigError(f"{where}: the chat template refuses the messages: {reason(error)}") from error
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _plain(tokenizer: Any, text: str) -> list[int]:
-    """Return what the tokenizer puts in front of a text, and its ids, as `lowbit train` encodes prompts."""
-    whole = tokenizer(text, return_special_tokens_mask=True, verbose=False)
-    begin = whole["input_ids"][: [*whole["special_tokens_mask"], 0].index(0)]
-    return [*begin, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]

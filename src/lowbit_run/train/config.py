@@ -358,6 +358,9 @@ class RunConfig:
     """Steps between evaluations on held-out text. 0: evaluate at the end only."""
     eval_batches: NonNegative = 32
     """Largest number of batches of an evaluation. 0: all held-out text."""
+    prompt: str = AUTO
+    """Text after which the model writes a few words before the first step and after the last, as it is, without a chat
+    template. auto: the beginning of a held-out text or sample. Empty: no words."""
     tensorboard: bool = True
     """Write TensorBoard curves."""
     progress: bool = True

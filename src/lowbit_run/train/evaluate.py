@@ -8,8 +8,10 @@ to the square of the error.
 
 import math
 import statistics
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _ROUND_BYTES = 1 << 27
 """Most float32 activations that a rank sends or receives in a round; up to two rounds are under way each way."""
 SUMS_BYTES = 32
+_NO_TOKEN = -1  # what the last stage sends in place of a token at the end of a text
 AFTER = (16, 32, 64)
 """Steps after the warm-up at which the cost is measured."""
 BATCHES = 16
@@ -134,14 +137,8 @@ class HeldOutEvaluation:
         ids = evaluated(windows, batch=batch, batches=batches)
         if not len(ids):
             return []
-        before = [(module, module.training) for module in self._modules.values()]
-        for module, _ in before:
-            module.eval()
-        try:
+        with self._evaluating():
             return list(self._sums(windows, ids.split(batch), chosen))
-        finally:
-            for module, training in before:
-                module.train(training)
 
     def _sums(self, windows: Windows | Answers, batches: Sequence[Tensor], codecs: Sequence[Codec]) -> Iterator[Tensor]:
         """Yield `_sums_of` each batch of window ids, the same on every rank.
@@ -218,6 +215,78 @@ class HeldOutEvaluation:
                 part = _sums_of(part, batch.targets[rows].to(self._device), positions)
             results.append(part)
         return results
+
+    @torch.no_grad()
+    def continued(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        codecs: Sequence[Codec],
+        vocab: int,
+        ends: Collection[int] = (),
+        seconds: float = math.inf,
+        follow: Callable[[Tensor], None] = lambda ids: None,
+    ) -> list[int]:
+        """Return at most `count` token ids after a prompt, each the likeliest; the same on every rank.
+
+        Every token takes a whole pass, without a cache, so that any layout of stages can do it. All passes have one
+        shape: causal models do not see what follows the last token.
+
+        Args:
+            prompt, codecs: as on all ranks. vocab: of ids that may be chosen. ends: ids that end the text.
+            seconds: after which the last stage chooses no more tokens.
+            follow: called with ids, int64 (n,), before a pass has them for the first time.
+        """
+        ids, size, last = list(prompt), len(prompt) + count, self._layout.rank_of(self._layout.stages - 1)
+        begin, new = time.monotonic(), torch.tensor(prompt)
+        with self._evaluating():
+            while len(ids) < size:
+                follow(new)
+                inputs = torch.tensor([ids + [0] * (size - len(ids))])
+                logits = self._logits(_Batch(inputs, inputs, None), codecs)
+                if logits is None:
+                    token = int(self._messages.expect(8, last, "token").wait().view(torch.int64))
+                else:
+                    token = int(logits[0, len(ids) - 1, :vocab].argmax())
+                    if token in ends or time.monotonic() - begin > seconds:
+                        token = _NO_TOKEN
+                    others = [rank for rank in range(self._messages.ranks) if rank != self._messages.rank]
+                    for sent in [self._messages.send(torch.tensor([token]), rank) for rank in others]:
+                        sent.wait()
+                if not 0 <= token < vocab:
+                    break
+                ids.append(token)
+                new = torch.tensor([token])
+        return ids[len(prompt) :]
+
+    def _logits(self, batch: _Batch, codecs: Sequence[Codec]) -> Tensor | None:
+        """Run this rank's stages on a batch; returns the logits on the rank with the last stage."""
+        x, sent = batch.inputs.to(self._device), list[Sent]()
+        for leg in self._legs:
+            if leg[0]:
+                session, message = self._expect(leg[0] - 1, batch, codecs[leg[0] - 1])
+                x = session.decode(message.wait().to(self._device), training=False)
+            for stage in leg:
+                x = self._modules[stage](x)
+            if leg[-1] < self._layout.stages - 1:
+                session = self._session(leg[-1], codecs[leg[-1]], x.shape, outgoing=True)
+                payload = session.encode(x.float(), training=False)
+                sent.append(self._messages.send(payload, self._layout.rank_of(leg[-1] + 1)))
+        for each in sent:
+            each.wait()
+        return x if self._layout.stages - 1 in self._modules else None
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        before = [(module, module.training) for module in self._modules.values()]
+        for module, _ in before:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module, training in before:
+                module.train(training)
 
     def _close(self, done: _Round) -> Iterator[Tensor]:
         """Yield the sums of a round's batches, and wait until all messages of the round have been sent."""

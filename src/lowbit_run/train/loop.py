@@ -46,6 +46,7 @@ from lowbit_run.train.prepare import prepare
 from lowbit_run.train.progress import Progress, phase
 from lowbit_run.train.tracing import Tracing, traced_steps
 from lowbit_run.train.trainer import Trainer
+from lowbit_run.train.words import Words
 
 log = escape.logger(__name__)
 
@@ -144,7 +145,10 @@ class Run:
         self.auto = Auto(trainer) if self.config.pipeline.is_auto and trainer.layout.ranks > 1 else None
         nats = wanted_nats(trainer.pipeline.codecs.forward)
         self.goal = None if nats is None else Goal(trainer, nats)
-        self.checked_bytes = 0  # sent by this rank for checks of the goal
+        self.checked_bytes = 0  # sent by this rank for checks of the goal, and for words
+        self.words, self.written = Words(trainer), dict[str, str]()
+        if self.words.missing and trainer.rank == 0:
+            log.warning("%s", self.words.missing)
         self.choices: list[FormatChoice] = []
         try:
             self.start = self.saved = self._begin()  # `saved`: the step of the newest checkpoint
@@ -162,13 +166,8 @@ class Run:
             if run.progress and machine_rank == trainer.rank:
                 warmup = self.config.codec_warmup_steps
                 self.progress = Progress(run.steps, warmup=warmup, machine=machine_rank, rates=self.mbit)
-            before: dict[str, float] = {}
             self._stop_if_asked(self.start)
-            if self.config.data.format == "jsonl" and not self.start:  # only samples are scored before training
-                if self.progress is not None:
-                    self.progress.say(trainer.prepared.data.described())
-                before = self._evaluate(0, with_codecs=False)
-                self._stop_if_asked(self.start)
+            before = {} if self.start else self._look_at_untrained()
             tracing = self._open_tracing() if run.trace else None
             if self.auto is not None and self.auto.choice is not None:  # from the checkpoint
                 self._note_formats(self.auto.choice)
@@ -292,11 +291,34 @@ class Run:
                 watcher.record_evaluation(step, losses, nbytes)
         return losses
 
+    def _look_at_untrained(self) -> dict[str, float]:
+        """Let the model write before the first step, and return its held-out scores: of samples only."""
+        self._write("before training")
+        scores: dict[str, float] = {}
+        if self.config.data.format == "jsonl":
+            if self.progress is not None:
+                self.progress.say(self.trainer.prepared.data.described())
+            scores = self._evaluate(0, with_codecs=False)
+        self._stop_if_asked(0)
+        return scores
+
+    def _write(self, when: str) -> None:
+        """Let the model write after the prompt of the run, and show and note the words."""
+        sent = _evaluation_bytes()
+        with phase(f"writing a few words {when}", self.trainer.rank, show=self.config.run.progress):
+            found = self.words.write()
+        self.checked_bytes += _evaluation_bytes() - sent
+        if found:
+            self.written |= {"prompt": found["prompt"], when: found["words"]}
+            if self.progress is not None:
+                self.progress.say(f"{when}, after {found['prompt']} the model writes {found['words']}")
+
     def _conclude(self, done: int, steps_here: int, before: dict[str, float]) -> Summary:
         """Save the model after this call's steps, and summarize the whole run; returns the same on every rank."""
         trainer, show = self.trainer, self.config.run.progress
         with phase("evaluating held-out text", trainer.rank, show=show):
             losses = self._evaluate(done)
+        self._write("after training")
         model = self.output / "model" if self.config.run.save_model else None
         if model is not None:
             with phase("saving the model on rank 0", trainer.rank, show=show):
@@ -311,7 +333,8 @@ class Run:
                 summarize(
                     self.config, trainer.layout, self.recorder.history, losses, chosen=chosen, model=model,
                     here=steps_here, changes=self.manifest.changes, round_trip=self.round_trip,
-                    before=before or evaluations.get(0, {}), formats=[asdict(choice) for choice in self.choices],
+                    before=before or evaluations.get(0, {}), words=self.written,
+                    formats=[asdict(choice) for choice in self.choices],
                     outside=[*({EVALUATION: line.get("bytes_sent", 0)} for line in evaluations.values()),
                             *(sent for _, sent in gathered)],
                 )

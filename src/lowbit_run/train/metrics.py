@@ -268,6 +268,8 @@ class Summary:
         changes: settings that a resume changed: step, key, before and after, oldest first.
         formats: choices of `pipeline.forward = "auto"`, each as `lowbit_run.train.auto.FormatChoice`.
         round_trip_seconds: longest between neighbours of a pipeline, measured at the start; None on one rank.
+        words: the "prompt" of `run.prompt`, and what the model writes after it "before training" (unless the run was
+            resumed) and "after training", quoted; {} without a prompt.
     """
 
     steps: int
@@ -303,6 +305,7 @@ class Summary:
     held_out_loss_before: float | None = None
     formats: list[dict[str, Any]] = field(default_factory=list)
     parts: dict[str, int] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
 
 
 def summarize(
@@ -319,6 +322,7 @@ def summarize(
     round_trip: float | None = None,
     before: Mapping[str, float] | None = None,
     formats: Sequence[dict[str, Any]] = (),
+    words: Mapping[str, str] | None = None,
 ) -> Summary:
     """Summarize a run with these steps and held-out scores, at the end and `before` the first step.
 
@@ -350,7 +354,7 @@ def summarize(
         round_trip_seconds=round_trip,
         exact_match=losses.get("exact_match"), exact_match_codecs=losses.get("exact_match_codecs"),
         exact_match_before=before.get("exact_match"), held_out_loss_before=before.get("held_out_loss"),
-        formats=list(formats), **means, **totals,
+        formats=list(formats), words=dict(words or {}), **means, **totals,
     )  # fmt: skip
 
 

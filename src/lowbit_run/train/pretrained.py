@@ -441,6 +441,13 @@ class FolderTokenizer:
         return self._tokenizer
 
 
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Return what a tokenizer of Transformers puts in front of a text, and its ids, as samples are encoded."""
+    whole = tokenizer(text, return_special_tokens_mask=True, verbose=False)
+    begin = whole["input_ids"][: [*whole["special_tokens_mask"], 0].index(0)]
+    return [*begin, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
 Tokenizer = ByteTokenizer | FolderTokenizer
 
 

@@ -34,7 +34,7 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
         "optimizer": {"lr": 3e-3, "lr_warmup_steps": 2, "clip": 0.5},
         "run": {
             "output": str(folder / "run"), "steps": 3, "checkpoint_every": 0, "eval_batches": 2, "overwrite": True,
-            "tensorboard": False, "progress": False, "save_model": False, "report": False,
+            "tensorboard": False, "progress": False, "save_model": False, "report": False, "prompt": "",
             "precision": "fp32", "threads": 1, "timeout_seconds": 60,
         },
     }  # fmt: skip
