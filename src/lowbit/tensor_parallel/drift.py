@@ -64,6 +64,10 @@ class DriftRow:
     drifted: bool
 
 
+def _growth(row: DriftRow) -> float:
+    return row.error / row.expected if row.expected else math.inf
+
+
 @dataclass
 class _Watched:
     """Samples of one layer. Sums stay on the device of the values, so that adding to them need not wait for it."""
@@ -86,7 +90,8 @@ class Drift:
     with that of the same number of rows of text that the calibration held out. A layer has drifted if the mean over the
     samples is above `threshold` times the calibration's, and the difference exceeds 3 standard deviations of such a
     mean. Then give the layer more bits, or calibrate on such text. NaN and Inf are reported separately: calibration
-    neither causes nor cures them. Every layer warns once. Only those calls, and `report`, wait for the device.
+    neither causes nor cures them. After a pass, one warning counts the layers that have newly drifted, and names the
+    worst. Only those calls, and `report`, wait for the device.
 
     Args:
         threshold: largest allowed ratio of the error to that of the calibration's held-out text.
@@ -100,6 +105,8 @@ class Drift:
         self.threshold, self.every = threshold, every
         self._layers: dict[str, _Watched] = {}
         self._warned_nan = False
+        self._seen: set[str] = set()  # layers sampled in this pass
+        self._new: list[DriftRow] = []  # the worst rank of layers that have drifted in this pass
 
     def attach(self, layer: str, codec: Codec | None) -> None:
         """Watch a layer; TypeError for a codec without calibrated ranges."""
@@ -111,6 +118,8 @@ class Drift:
         """Sample, in some calls, the error of partial sums that are about to be coded, of ranks from `first` on."""
         watched = self._layers[layer]
         watched.calls += 1
+        if layer in self._seen:  # not all layers run in every pass
+            self._summarize()
         if (watched.calls - 1) % self.every:
             return
         for rank, partial in enumerate(partials, first):
@@ -121,6 +130,9 @@ class Drift:
             watched.sums[rank] = watched.sums[rank] + sums if rank in watched.sums else sums
         if not watched.warned:
             self._warn(layer, watched)
+        self._seen.add(layer)
+        if len(self._seen) == len(self._layers):
+            self._summarize()
 
     def report(self, group: dist.ProcessGroup | None = None) -> "DriftReport":
         """Return the samples of this process; with a group, those of all its ranks, each of which must call this."""
@@ -146,12 +158,20 @@ class Drift:
                 )  # fmt: skip
         elif drifted := [row for row in rows if row.drifted]:
             watched.warned = True
-            row = max(drifted, key=lambda row: row.error / row.expected)
+            self._new.append(max(drifted, key=_growth))
+
+    def _summarize(self) -> None:
+        """Warn of the layers that have drifted in the pass that ends."""
+        if self._new:
+            row = max(self._new, key=_growth)
             _log.warning(
-                "%s: the error of coded values on rank %d is %.1f %%, %.1f %% on text that the calibration held out: "
-                "calibrate on text like this (lowbit calibrate --continue), or with more bits", layer, row.rank,
-                100 * row.error, 100 * row.expected,
+                "the error of coded values has grown in %d of %d layers, most in %s on rank %d: %.1f %%, and %.1f %% "
+                "on text that the calibration held out; calibrate on text like this (lowbit calibrate --continue), or "
+                "with more bits", len(self._new), len(self._layers), row.layer, row.rank, 100 * row.error,
+                100 * row.expected,
             )  # fmt: skip
+        self._seen.clear()
+        self._new.clear()
 
     def _rows(self, layer: str, watched: _Watched) -> list[DriftRow]:
         """Wait for the device."""
