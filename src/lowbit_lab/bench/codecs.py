@@ -3,8 +3,8 @@
 Speeds are gigabytes of input a second, with cold caches; a copy of the same tensor takes its turn in every round. A
 copy reads and writes every byte, while coding writes fewer: shares of the copy's rate count bytes read and written.
 
-Stateful formats have a session at either end. Their error is that of the first message (`lowbit bench spectrum`
-measures later ones).
+Stateful formats have a session at either end. Their error is that of the first message, as the table
+says (`lowbit bench spectrum` measures later ones).
 """
 
 import math
@@ -106,6 +106,7 @@ def measure(settings: CodecsBenchmark, earlier: Sequence[Row]) -> Iterator[list[
         `encode_share_of_rate`, `decode_share_of_rate` (the same, of bytes read and written); `reference_encode_gb_s`,
         `reference_decode_gb_s` (eager PyTorch); `checksum_gb_s` (bytes of the payload, not of the input, over the time
         of a transport's checksum) and `checksum_share` (time of both ends' checksums over coding; medians);
+        `error_of` ("first message" of a format with state, whose later errors are smaller; None of others),
         `layer_seconds` (median) and `share_of_layer` (medians of encoding and of decoding over it); `bits_per_element`
         (every byte counted) and `relative_error` (root mean square of the error over that of the tensor).
     """
@@ -139,6 +140,7 @@ def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
                 "codec": name, "device": settings.device, "dtype": str(dtype).removeprefix("torch."), "data": data,
                 "shape": list(timed.shape),
                 "bits_per_element": statistics.fmean(codec.bits_per_element(t.shape) for t in tensors),
+                "error_of": "first message" if codec.stateful else None,
                 "relative_error": statistics.fmean(_error_of(codec, t.to(settings.device, dtype)) for t in tensors),
             }  # fmt: skip
             for count in _counts(settings):
@@ -189,7 +191,7 @@ def _errors(rows: Sequence[Row]) -> list[Row]:
     """Return a row for each codec: bits on the first kind of data, and the error on each kind, in the first dtype."""
     errors: dict[str, dict[str, Any]] = {}
     for row in _first("dtype")(rows):
-        first = {name: row[name] for name in ("codec", "dtype", "data", "bits_per_element")}
+        first = {name: row[name] for name in ("codec", "dtype", "data", "bits_per_element", "error_of")}
         errors.setdefault(row["codec"], first)[row["data"]] = row["relative_error"]
     return list(errors.values())
 
@@ -368,6 +370,7 @@ COMMAND = Command(
                 Column("codec", _label, row_name),
                 Column("bits", "bits_per_element", "{:.2f}"),
                 *(Column(kind, kind, "{:.4f}") for kind in get_args(Data)),
+                Column("error of", "error_of"),
             ],
         ),
     ],

@@ -36,8 +36,9 @@ def dry_run(config: "TrainConfig") -> None:
     prepared = prepare(config, ranks=ranks)
     if os.environ.get("RANK", "0") != "0":
         return
-    print(to_toml(config, meanings=False))
     print_pairs(_lines(prepared, ranks))
+    print("\n# Settings that differ from the defaults; `lowbit config` prints all")
+    print(to_toml(config, meanings=False, changed=True), end="")
 
 
 def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:

@@ -312,13 +312,21 @@ def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterab
     return made
 
 
-def to_toml(config: Any, *, meanings: bool = True) -> str:
+def to_toml(config: Any, *, meanings: bool = True, changed: bool = False) -> str:
     """Write a section as TOML that `resolve` reads back; fields that are None are left out.
 
     Args:
         meanings: write above each key its meaning, allowed values, and the default if it differs.
+        changed: write only what differs from the defaults.
     """
-    return "\n".join(_lines(config, settings_of(type(config)), "", meanings)).strip() + "\n"
+    settings = settings_of(type(config))
+    if changed:
+        settings = _changed(config, settings)
+    return "\n".join(_lines(config, settings, "", meanings, changed)).strip() + "\n"
+
+
+def _changed(config: Any, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    return {key: setting for key, setting in settings.items() if getattr(config, setting.name) != setting.default}
 
 
 def in_toml(value: Any) -> str:
@@ -344,7 +352,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path} is not TOML: {error}") from error
 
 
-def _lines(config: Any, settings: Mapping[str, Setting], prefix: str, meanings: bool) -> Iterator[str]:
+def _lines(config: Any, settings: Mapping[str, Setting], prefix: str, meanings: bool, changed: bool) -> Iterator[str]:
     for setting in settings.values():
         if setting.is_section:
             continue
@@ -361,7 +369,9 @@ def _lines(config: Any, settings: Mapping[str, Setting], prefix: str, meanings: 
             yield from ["", *(_comment(setting.meaning) if meanings else ())]
             yield f"[{prefix}{setting.name}]"
             within = settings_of(setting.hint, setting.default)
-            yield from _lines(getattr(config, setting.name), within, f"{prefix}{setting.name}.", meanings)
+            own = getattr(config, setting.name)
+            within = _changed(own, within) if changed else within
+            yield from _lines(own, within, f"{prefix}{setting.name}.", meanings, changed)
 
 
 def _comment(text: str) -> list[str]:

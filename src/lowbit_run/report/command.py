@@ -12,6 +12,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowbit.escape import one_line
 from lowbit.files import write
 from lowbit_run.cores import usable_cores
 from lowbit_run.terminal import console, filtered_again
@@ -192,7 +194,8 @@ class Table:
         yield table
 
 
-_LOG_SECONDS = 30.0
+_LOG_SECONDS, _SILENT_SECONDS = 10.0, 5.0
+_LOGGED = 6  # fields of a row in the log
 
 
 def _no_ending(settings: Any) -> Iterable[tuple[str, str]]:
@@ -294,26 +297,43 @@ def execute(command: Command, settings: Any, *, json: Path | None = None) -> Rep
 
 @contextmanager
 def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
-    """Show rows as they come: the first table on a terminal, elsewhere an occasional line."""
+    """Show rows as they come: the first table on a terminal, elsewhere a line with the newest one now and then."""
     from rich.live import Live
+    from rich.text import Text
+
+    beginning = f"{command.name}: measuring; rows follow as they come"
 
     screen = console(stderr=True)
     if screen.is_terminal:
         # No refresh: its thread would slow down the measurement.
-        with Live(console=screen, transient=True, auto_refresh=False) as live, filtered_again():
+        with Live(Text(beginning), console=screen, transient=True, auto_refresh=False) as live, filtered_again():
+            live.refresh()
             yield lambda rows: live.update(command.tables[0].render(rows), refresh=True)
         return
-    began = last = time.monotonic()
+    began, last = time.monotonic(), -math.inf
 
     def log(rows: Sequence[Row]) -> None:
         nonlocal last
-        if (now := time.monotonic()) - last >= _LOG_SECONDS:
+        if rows and (now := time.monotonic()) - last >= _LOG_SECONDS:
             last = now
             count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
-            sys.stderr.write(f"{command.name}: {count} after {now - began:.0f} s\n")
+            sys.stderr.write(f"{command.name}: {count} after {now - began:.0f} s, the newest: {_in_words(rows[-1])}\n")
             sys.stderr.flush()
 
-    yield log
+    first = threading.Timer(_SILENT_SECONDS, lambda: sys.stderr.write(f"{beginning}\n"))
+    first.daemon = True
+    first.start()
+    try:
+        yield log
+    finally:
+        first.cancel()
+
+
+def _in_words(row: Row) -> str:
+    """Return the first fields of a row, which say what was measured, with their values."""
+    values = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in row.items()}
+    named = [f"{name} {one_line(str(v))}" for name, v in values.items() if isinstance(v, str | int)]
+    return ", ".join(named[:_LOGGED])
 
 
 def check_output(path: Path | None) -> None:

@@ -57,7 +57,9 @@ def test_there_is_a_row_for_everything(report, tmp_path: Path):
         assert ("reference_encode_gb_s" in row) == eager
         assert ("share_of_layer" in row) == eager
         assert all(value > 0 for name, value in row.items() if name.endswith("gb_s"))
-    text = shown(COMMAND, report.rows, tmp_path, width=120)
+    assert {r["codec"] for r in report.rows if r["error_of"] == "first message"} == {MEMORY}
+    text = shown(COMMAND, report.rows, tmp_path, width=140)
+    assert text.count("first message") == 1
     assert "tah-quant" in text
     assert "student-t" in text
 

@@ -109,7 +109,15 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     words += ["--data.sequence", "32", "--ranks", "4", "--activations.bits", "4,4,4,16", "--model.tied"]
     result = invoke(*words, "--pipeline.forward", "transform", columns=200)
     assert result.exit_code == 0, result.output
-    assert from_mapping(tomllib.loads(result.stdout.partition("\n\nranks ")[0])).pipeline.ranks == 4
+    answer, _, settings = result.stdout.partition("\n\n# Settings that differ from the defaults")
+    assert answer.startswith("ranks ")
+    given = {
+        "data": {"text": [str(text)], "sequence": 32},
+        "model": {"tied": True},
+        "activations": {"bits": [4, 4, 4, 16]},
+    }
+    given |= {"pipeline": {"ranks": 4, "forward": ["transform"]}, "run": {"output": str(tmp_path / "run")}}
+    assert tomllib.loads(settings.partition("\n")[2]) == given
     shown = " ".join(result.stdout.split())
     for part in (
         "ranks 4 on cpu, messages over Gloo",

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import socket
+import time as real_time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,12 +116,24 @@ def test_a_report_is_shown_and_written_by_the_first_rank(
 
 
 def test_a_log_hears_of_the_rows_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    seconds = iter(range(0, 1000, 10))
+    seconds = iter(range(0, 1000, 4))
     monkeypatch.setattr("lowbit_run.report.command.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     execute(COMMAND, Settings(names=tuple("abcdefg")))
     shown = capsys.readouterr()
-    assert shown.err == "bench x: 3 rows after 30 s\nbench x: 6 rows after 60 s\n"
+    assert shown.err.splitlines() == [
+        "bench x: 1 row after 4 s, the newest: name a, ms 10",
+        "bench x: 4 rows after 16 s, the newest: name d, ms 10",
+        "bench x: 7 rows after 28 s, the newest: name g, ms 10",
+    ]
     assert shown.out.count("10") == 7
+
+    def slow(settings: Settings, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+        real_time.sleep(0.2)
+        yield []
+
+    monkeypatch.setattr("lowbit_run.report.command._SILENT_SECONDS", 0.01)
+    execute(replace(COMMAND, measure=slow), Settings())
+    assert capsys.readouterr().err == "bench x: measuring; rows follow as they come\n"
 
 
 def test_an_outcome_that_cannot_be_written_is_said_before_the_run(tmp_path: Path):
