@@ -1,11 +1,13 @@
 """New processes that need not import PyTorch: forks of one that has, and that has done nothing else.
 
-Importing PyTorch, its pipelining and transformers takes a process seconds of processor time; the tests start a hundred.
+Importing PyTorch, its pipelining and transformers takes a process seconds of processor time; the tests start hundreds.
 """
 
+import atexit
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,11 +15,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore
 
-_IMPORTED = ["torch.distributed.pipelining", "transformers.models.llama.modeling_llama", "lowbit.pipeline", "numba"]
+_IMPORTED = [
+    *("torch.distributed.pipelining", "transformers.models.llama.modeling_llama", "lowbit.pipeline", "numba"),
+    *("lowbit.activations", "lowbit.gradients", "lowbit_run.train.loop", "lowbit_run.doctor.command", "pytest"),
+]
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -27,35 +33,43 @@ CONTEXT.set_forkserver_preload(_IMPORTED)
 
 @dataclass(frozen=True)
 class Done:
-    """How a script ended: the worst exit code of its ranks, and all that they printed, rank after rank."""
+    """How a script ended: the worst exit code of its ranks, and what each printed."""
 
     code: int
-    output: str
+    outputs: list[str]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs)
 
 
-def run_script(script: Path, *arguments: str, ranks: int = 0, timeout: float = 280, folder: Path) -> Done:
+def run_script(
+    script: Path, *arguments: str, ranks: int = 0, timeout: float = 280, folder: Path, own_store: bool = False
+) -> Done:
     """Run a script as `__main__` in `folder`, alone or as the ranks that torchrun would start; nothing outlives this.
 
-    A script that takes longer ends with code -9.
+    A script that takes longer ends with code -9. `own_store`: rank 0 keeps the store, as without a launcher.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if own_store:
+        del store
     processes: list[BaseProcess] = []
     logs = [folder / f".output-{script.stem}-{rank}" for rank in range(max(1, ranks))]
     for rank, log in enumerate(logs):
-        environment = _of_rank(rank, ranks, store.port) if ranks else {}
+        environment = _of_rank(rank, ranks, port, own_store) if ranks else {}
         work = (str(script), arguments, environment, str(folder), str(log))
         processes.append(CONTEXT.Process(target=_run, args=work, daemon=True))
         processes[-1].start()
     _wait(processes, timeout)
     codes = [process.exitcode for process in processes]
-    output = "\n".join(log.read_text() for log in logs if log.exists())
-    return Done(next((code for code in codes if code), 0) or 0, output)
+    return Done(next((code for code in codes if code), 0) or 0, [log.read_text() for log in logs if log.exists()])
 
 
-def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+def _of_rank(rank: int, ranks: int, port: int, own_store: bool) -> dict[str, str]:
     return {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(not own_store),
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
 
@@ -84,29 +98,47 @@ def _run(script: str, arguments: Sequence[str], environment: dict[str, str], fol
     os.chdir(folder)
     sys.argv = [script, *arguments]
     sys.path.insert(0, folder)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # which processes of multiprocessing leave out
 
 
 class Module:
-    """As `subprocess.Popen([python, "-m", name], stdin=PIPE, stdout=PIPE, text=True)`, as far as benchmarks use it."""
+    """As `subprocess.Popen([python, "-m", name], stdin=PIPE, text=True)`, as far as launchers and benchmarks use it."""
 
-    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], **pipes: Any) -> None:
+    def __init__(
+        self, argv: Sequence[str], *, env: Mapping[str, str], stdout: int | None = None, pass_fds: Sequence[int] = (),
+        **_: Any,
+    ) -> None:  # fmt: skip
         (read, write), (answers, answer) = CONTEXT.Pipe(False), CONTEXT.Pipe(False)
-        self._process = CONTEXT.Process(target=_module, args=(argv[-1], dict(env), read, answer), daemon=True)
+        # Connections are what is sent to a new process.
+        outputs = [answer if stdout else Connection(os.dup(1)), Connection(os.dup(2))]
+        passed = {name: Connection(os.dup(fd)) for fd in pass_fds for name, value in env.items() if value == str(fd)}
+        given = (argv[-1], dict(env), [read, *outputs], passed)
+        self._process = CONTEXT.Process(target=_module, args=given, daemon=True)
         self._process.start()
         self.stdin, self.stdout = (os.fdopen(os.dup(write.fileno()), "w"), os.fdopen(os.dup(answers.fileno())))
-        for end in (read, write, answers, answer):
+        for end in (read, write, answers, answer, *outputs, *passed.values()):
             end.close()
 
     @property
     def returncode(self) -> int | None:
         return self._process.exitcode
 
+    def poll(self) -> int | None:
+        return self.returncode
+
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self) -> None:
-        self._process.join()
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.is_alive():
+            raise subprocess.TimeoutExpired("", timeout or 0)
 
     def communicate(self) -> None:
         self.wait()
@@ -114,11 +146,21 @@ class Module:
             pipe.close()
 
 
-def _module(name: str, environment: dict[str, str], orders: Connection, answers: Connection) -> None:
-    os.dup2(orders.fileno(), 0)
-    os.dup2(answers.fileno(), 1)
-    orders.close()
-    answers.close()
-    os.environ.update(environment)
+FORKING = SimpleNamespace(Popen=Module, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+"""In place of `subprocess` in a module that starts modules of ours."""
+
+
+def _module(
+    name: str, environment: dict[str, str], streams: Sequence[Connection], passed: dict[str, Connection]
+) -> None:
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    os.environ.clear()
+    os.environ.update(environment | {key: str(pipe.fileno()) for key, pipe in passed.items()})
     sys.stdin = os.fdopen(0)
+    import torch
+
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
     runpy.run_module(name, run_name="__main__", alter_sys=True)

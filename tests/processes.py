@@ -15,11 +15,13 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d  # pyright: ignore
 
+from lowbit.wire.failure import FailureBoard
 from tests.forked import CONTEXT
 
 
@@ -133,6 +135,14 @@ def _on_ranks(test: Callable[..., Any], count: int) -> Any:
     own = signature(run, follow_wrapped=False).parameters["ranks"]
     vars(run)["__signature__"] = Signature([own, *signature(test).parameters.values()])
     return run
+
+
+@contextlib.contextmanager
+def impatient(seconds: float) -> Iterator[None]:
+    """Waits for messages end after so long; what is left of their timeout remains for finding who failed."""
+    waits = property(lambda board: timedelta(seconds=seconds), lambda board, own: vars(board).update(patience=own))
+    with mock.patch.object(FailureBoard, "patience", waits, create=True):
+        yield
 
 
 def _end(process: BaseProcess, pipe: Connection) -> None:

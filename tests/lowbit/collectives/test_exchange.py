@@ -31,7 +31,7 @@ from lowbit.wire.messages import gather_json
 from lowbit.wire.pytorch import default_group
 from tests.damage import Flip, Replay, on_the_way, secret
 from tests.lowbit.collectives.traffic import sent_bytes
-from tests.processes import Ranks, on_ranks
+from tests.processes import Ranks, impatient, on_ranks
 
 
 def crossed(sizes: list[list[int]], transport: Transport) -> None:
@@ -121,7 +121,8 @@ def damages(kind: str, transport: str, change: Any) -> tuple[str, str, int]:
     with on_the_way(0, change):
         called(kind, transport=transport)
         try:
-            called(kind, transport=transport)
+            with impatient(0.5):
+                called(kind, transport=transport)
         except Exception as error:
             return type(error).__name__, str(error), getattr(error, "rank", -1)
     return "", "", -1

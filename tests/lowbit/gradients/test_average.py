@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -21,9 +22,10 @@ from lowbit.gradients import GradientStorage, LowBitReduceScatter, all_reduce_ho
 from lowbit.gradients import storage as storages
 from lowbit.gradients.storage import average_bytes
 from lowbit.wire import pytorch
+from lowbit.wire.pytorch import default_group
 from tests.lowbit.collectives.traffic import equal_everywhere, sent_bytes
 from tests.lowbit.pipeline import toy as pipelines
-from tests.processes import Ranks, on_ranks
+from tests.processes import Ranks, impatient, on_ranks
 from tests.refused import refused
 
 FP8 = BlockFloat8()
@@ -140,24 +142,20 @@ def test_ranks_that_store_otherwise_get_one_error_before_a_byte(what: str) -> No
     assert sum(sent) == 0
 
 
-def hangs() -> float:
+@on_ranks
+def test_a_peer_that_hangs_is_named_in_time() -> None:
     """In the middle of a mean: the other has told its factors, but sends no gradients."""
-    storage, _ = stored(dist.get_rank())
-    storage.average(timeout=3)
-    start = time.monotonic()
+    (storage, _), store = stored(dist.get_rank()), default_group().get_group_store()
+    storage.average(timeout=10)
     if dist.get_rank() == 1:
         with mock.patch.object(storages, "average_coded"):
-            storage.average(timeout=3)
-        time.sleep(5)
-        return 0.0
-    with pytest.raises(PeerError, match="rank 1"):
-        storage.average(timeout=3)
-    return time.monotonic() - start
-
-
-def test_a_peer_that_hangs_is_named_in_time(ranks: Ranks):
-    ranks.start(2)
-    assert ranks.run(hangs)[0] < 5
+            storage.average(timeout=10)
+        return store.wait(["said"], timedelta(seconds=30))
+    start = time.monotonic()
+    with impatient(0.5), pytest.raises(PeerError, match="rank 1"):
+        storage.average(timeout=10)
+    store.set("said", "")
+    assert time.monotonic() - start < 5
 
 
 @on_ranks(1)

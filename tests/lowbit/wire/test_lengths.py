@@ -22,7 +22,7 @@ from lowbit.wire.mailbox import Mailbox, Route
 from lowbit.wire.messages import Messages
 from lowbit.wire.pytorch import default_group
 from tests.lowbit.pipeline import toy
-from tests.processes import on_ranks
+from tests.processes import impatient, on_ranks
 
 # Bytes of payload that are sent and expected: of two size classes, as in the abort that was seen, and of one.
 LENGTHS = [(4096, 64), (64, 4096), (100, 64), (64, 100)]
@@ -36,8 +36,8 @@ def disagree(sent: int, expected: int, about: str = "", stages: bool = False) ->
 
 
 def conversed(sent: int, expected: int) -> None:
-    messages = Messages(None, "test", timeout=3)
-    with disagree(sent, expected):
+    messages = Messages(None, "test", timeout=5)
+    with impatient(0.5), disagree(sent, expected):
         if messages.rank == 0:
             messages.send(torch.ones(sent, dtype=torch.uint8), 1).wait()
             messages.receive(8, 1)
@@ -63,8 +63,8 @@ def collected(sent: int, expected: int) -> None:
             exchange.take(1, 0)
 
     facts = {"collective": "crossing"}
-    call = CollectiveCall(facts=facts, group=default_group(), device=torch.device("cpu"), timeout=3, work=work)
-    with disagree(sent, expected):
+    call = CollectiveCall(facts=facts, group=default_group(), device=torch.device("cpu"), timeout=5, work=work)
+    with impatient(0.5), disagree(sent, expected):
         queue_of(default_group()).submit(call).wait()
 
 
@@ -79,7 +79,7 @@ def test_of_a_single_message_and_a_collectives(kind: Any, sent: int, expected: i
 @on_ranks
 def test_of_an_activation(more: int) -> None:
     """In the second step, rank 0 sends activations that are longer (or shorter) than rank 1 expects."""
-    run = toy.Run("gpipe", toy.lowbit(forward=toy.INT4, backward=toy.INT4, timeout=5.0))
+    run = toy.Run("gpipe", toy.lowbit(forward=toy.INT4, backward=toy.INT4, timeout=10.0))
     run.train(0)
     encode, size = Lane.encode, toy.INT4.nbytes((toy.ROWS, 8, toy.WIDTH))
 
@@ -91,6 +91,7 @@ def test_of_an_activation(more: int) -> None:
     with (
         mock.patch.object(Lane, "encode", encoded if dist.get_rank() == 0 else encode),
         disagree(size + more, size, where, stages=True),
+        impatient(1.0),
     ):
         run.train(1)
 

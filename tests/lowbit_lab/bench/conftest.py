@@ -1,14 +1,12 @@
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from lowbit import kernels
 from lowbit_lab.bench import workers
 from lowbit_lab.network import SlowLink
-from tests.forked import Module
+from tests.forked import FORKING
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +14,7 @@ def forked() -> Iterator[None]:
     """Workers are forks on this machine: hosts would be processes that import everything anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlowLink, "available", staticmethod(lambda **_: "Not here."))
-        patch.setattr(workers, "subprocess", SimpleNamespace(Popen=Module, PIPE=subprocess.PIPE))
+        patch.setattr(workers, "subprocess", FORKING)
         yield
 
 

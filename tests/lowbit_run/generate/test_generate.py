@@ -1,10 +1,9 @@
 """Answers over several ranks: the tokens of Transformers' `generate` in one process, with the same weights."""
 
+import io
 import itertools
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,14 @@ from lowbit_run.config import ConfigError
 from lowbit_run.generate.prepare import prepare
 from lowbit_run.generate.rank import Answering, answer
 from lowbit_run.generate.settings import GenerateSettings
+from lowbit_run.job import launch
 from lowbit_run.train.answers import Encoded
 from lowbit_run.train.cut import CUT, attention_of
 from lowbit_run.train.device import choose_autocast
 from lowbit_run.train.pretrained import ByteTokenizer
 from lowbit_run.train.weights import quantization
-from tests.lowbit_run.train.runs import LIMIT
+from tests.command_line import invoke
+from tests.forked import FORKING
 from tests.lowbit_run.train.test_families import _config, _model
 from tests.processes import Ranks
 
@@ -177,25 +178,22 @@ def _told_apart(given: GenerateSettings, option: str) -> str:
     return told(replace(given, **{option: "bf16"}) if dist.get_rank() else given)
 
 
-def command(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `lowbit generate` with exact messages."""
+def test_the_command_prints_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(launch, "subprocess", FORKING)
     exact = ("--weights", "fp32", "--format", "fp32", "--device", "cpu", "--tokens", str(NEW))
-    line = [sys.executable, "-m", "lowbit", "generate", *words, *exact]
-    return subprocess.run(line, input=stdin, text=True, capture_output=True, check=False, timeout=LIMIT)
-
-
-def test_the_command_prints_answers(tmp_path: Path):
     folder = saved(tmp_path / "model", "llama", vocab_size=256)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = ["three=", "one="]
     tokenizer = ByteTokenizer().hugging_face()
     expected = [tokenizer.decode(ids) for ids in in_one_process(model, [list(text.encode()) for text in texts])]
-    done = command(str(tmp_path), stdin=texts[0])  # as the folder of a run, whose model is in `model`
-    assert done.stdout.removesuffix("\n") == expected[0], done.stderr
-    assert "bits per element between ranks" in done.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO(texts[0]))
+    invoke("generate", str(tmp_path), *exact)  # the folder of a run, whose model is in `model`
+    answer, errors = capfd.readouterr()
+    assert answer.removesuffix("\n") == expected[0], errors
+    assert "bits per element between ranks" in errors
     (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n\n")
-    done = command(folder, "--prompts", str(tmp_path / "prompts.txt"), "--layer", "3,1")
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    invoke("generate", folder, "--prompts", str(tmp_path / "prompts.txt"), "--layer", "3,1", *exact)
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert lines == [{"prompt": text, "answer": answer} for text, answer in zip(texts, expected, strict=True)]
 
 

@@ -3,8 +3,6 @@
 import logging
 import os
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from lowbit.wire.store import of_attempt
+from lowbit_run.cli import main
 from lowbit_run.config import to_toml
 from lowbit_run.job import decline, process_group, refusal
 from lowbit_run.job.decline import say
 from lowbit_run.job.process_group import AloneError, MisplacedError, SizeError, is_own, listen, meet, prove, reach
 from lowbit_run.job.refusal import RefusedError
+from tests.forked import CONTEXT
 from tests.lowbit_run.train.runs import tiny
 
 SECONDS = 5  # within which the other side learns it
@@ -129,6 +129,14 @@ REFUSALS = {  # words and environment of the rank that refuses, and what both sa
 QUICK = ("a wrong path", "another number of machines")
 
 
+def command(words: list[str], environment: dict[str, str], folder: Path, rank: int) -> None:
+    """`lowbit` as the process of a rank."""
+    os.dup2(os.open(folder / f"errors-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    os.environ |= {name: value for name, value in environment.items() if value}
+    os.chdir(folder)
+    main(words)
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("refuses", [0, 1])
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in REFUSALS])
@@ -145,23 +153,20 @@ def test_both_machines_report_it(name: str, refuses: int, place: dict[str, str],
         own = {"RANK": str(rank), "WORLD_SIZE": "2"} | (changes if rank == refuses else {})
         more = words.format(taken=tmp_path / "taken").split() if rank == refuses else []
         file = [] if more[:1] == ["gone.toml"] else [str(tmp_path / f"{rank}.toml")]
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "lowbit", "train", *file, *more], text=True, cwd=tmp_path,
-                env={k: v for k, v in (os.environ | place | own).items() if v}, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
+        given = (["train", *file, *more], place | own, tmp_path, rank)
+        started.append(CONTEXT.Process(target=command, args=given))
+        started[-1].start()
     waiting, refusing = started
-    told = {}
     try:
         for process in (refusing, waiting):
-            told[process] = process.communicate(timeout=110)[1]
+            process.join(110)
             begin[process.pid] = time.monotonic()
     finally:
         for process in started:
             process.kill()
+    told = [(tmp_path / f"errors-{rank}").read_text() for rank in range(2)]
     assert begin[waiting.pid] - begin[refusing.pid] < 4 * SECONDS, "which both spend on modules if all cores are busy"
-    assert (refusing.returncode, waiting.returncode) == (2, 2), told
-    for process in started:
-        assert text in told[process], told
-        assert "Connection refused" not in told[process].splitlines()[-1]
+    assert (refusing.exitcode, waiting.exitcode) == (2, 2), told
+    for errors in told:
+        assert text in errors, told
+        assert "Connection refused" not in errors.splitlines()[-1]
