@@ -112,11 +112,11 @@ def measured_without_rank_1() -> None:
     model = tensor_parallel_(Toy())
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(rowwise, "measured", lambda *_, **__: time.sleep(3))
-        low_bit_(model, GroupInt(bits=8, group=64), settings=SumSettings(timeout=1.5))
+            patch.setattr(rowwise, "measured", lambda *_, **__: time.sleep(1.5))
+        low_bit_(model, GroupInt(bits=8, group=64), settings=SumSettings(timeout=0.6))
 
 
 def test_a_rank_that_does_not_measure_ends_the_others_in_time(ranks: Ranks):
     outcome, _ = ranks.outcomes(measured_without_rank_1)
     assert outcome.kind == "PeerError", outcome
-    assert "did not take part within 1.5 s" in outcome.text
+    assert "did not take part within 0.6 s" in outcome.text

@@ -218,5 +218,8 @@ def test_a_recipe_with_adapters_is_measured_as_it_trains(tmp_path: Path, monkeyp
         return model
 
     monkeypatch.setattr(sizes, "build_share", build_share)
+    monkeypatch.setattr(
+        "lowbit_run.doctor.facts.coding_speed", lambda codec, *_: (1e9, 1e9)
+    )  # of all that "auto" tries
     assert (found := measured_speed(settings)).layer_seconds > 0, found.problem
     assert built.count("Params4bit") == 2 * 7, "the linear layers of two decoder layers"

@@ -1,6 +1,7 @@
 import threading
 import time
 from typing import Any, cast
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -8,6 +9,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from lowbit.collectives import PeerError
 from lowbit.wire.errors import first_line
 from lowbit.wire.pytorch import default_group
+from lowbit_run.job import peers as module
 from lowbit_run.job.output import ALONE, FAILED
 from lowbit_run.job.peers import AbsentError, Alarm, Cause, Peers
 from lowbit_run.job.process_group import AloneError, MeetingError
@@ -15,6 +17,7 @@ from lowbit_run.train.worker import exit_code
 from tests.processes import Failure, Ranks, on_ranks
 
 SECRET = b"known to the ranks"
+quick = mock.patch.multiple(module, _BEAT_SECONDS=0.1, _TURN_SECONDS=0.05)
 
 
 def _peers(timeout: float, secret: bytes = SECRET) -> Peers:
@@ -22,11 +25,12 @@ def _peers(timeout: float, secret: bytes = SECRET) -> Peers:
     return Peers(store, rank=dist.get_rank(), ranks=dist.get_world_size(), timeout=timeout, secret=secret)
 
 
+@quick
 def _explanation(silent: int = -1) -> tuple[str, int] | None:
     """What a rank concludes when communication fails while one rank gives no sign of life."""
-    peers = _peers(10)
+    peers = _peers(7)
     try:
-        time.sleep(1)
+        time.sleep(0.3)
         dist.barrier()
         if peers.rank == silent:
             return None
@@ -49,10 +53,11 @@ def test_without_a_silent_rank_the_first_to_fail_is_the_cause(ranks: Ranks):
     assert outcomes[1 - cause] == (f"rank {cause} failed: RuntimeError: of this rank", cause)
 
 
+@quick
 def _blocked_for_good(timeout: float) -> None:
     """Rank 1 falls silent; the others wait for it in a way that has no limit of its own."""
     peers = _peers(timeout)
-    time.sleep(1)
+    time.sleep(0.3)
     dist.barrier()
     if dist.get_rank() == 1:
         peers.close()
@@ -61,13 +66,14 @@ def _blocked_for_good(timeout: float) -> None:
 
 def test_the_watchdog_ends_what_nothing_else_does(ranks: Ranks):
     started = time.monotonic()
-    outcomes = ranks.outcomes(_blocked_for_good, 4, ranks=3, timeout=9)
+    outcomes = ranks.outcomes(_blocked_for_good, 3, ranks=3, timeout=6)
     assert outcomes[0] == outcomes[2] == Failure("ended", "exit code 1")
     assert outcomes[1].kind == "TimeoutError", "nobody is silent for it"
     assert time.monotonic() - started < 40
 
 
 @on_ranks
+@quick
 def test_an_alarm_of_a_stranger_ends_and_hides_nothing() -> None:
     if dist.get_rank() == 0:
         store = PrefixStore("peers", default_group().get_group_store())
@@ -76,7 +82,7 @@ def test_an_alarm_of_a_stranger_ends_and_hides_nothing() -> None:
         time.sleep(0.2)
     dist.barrier()
     peers = _peers(10)
-    time.sleep(2)
+    time.sleep(0.5)
     known = peers._known.is_set()
     dist.barrier()
     if dist.get_rank() == 0:
@@ -88,6 +94,7 @@ def test_an_alarm_of_a_stranger_ends_and_hides_nothing() -> None:
     assert heard
 
 
+@quick
 def _explained(kind: type[Exception], *arguments: object) -> str:
     """What becomes of a rank's own trouble while rank 0 knows a cause."""
     peers = _peers(10)
@@ -145,11 +152,12 @@ class _Distant:
         return _Distant(self._store.clone())
 
     def __getattr__(self, name: str) -> Any:
-        time.sleep(0.6)
+        time.sleep(0.2)
         return getattr(self._store, name)
 
 
 @on_ranks
+@quick
 def test_a_watch_that_is_closed_leaves_no_thread() -> None:
     store = PrefixStore("peers", default_group().get_group_store())
     for place in (store, _Distant(store)):

@@ -67,7 +67,7 @@ def test_what_strangers_write_is_shown_and_ends_nothing(
     monkeypatch.setattr(decline, "run_secret", lambda: b"of somebody")
     say(EVIL, 1, 2)
     with caplog.at_level(logging.WARNING), pytest.raises(AloneError):
-        waits(1, patience=2)
+        waits(1, patience=1)
     assert caplog.text.count(r"a rank does not come: no file\x1b[2J error: all is well") == 1, "shown, once"
     for garbage in (b"\xff" * 99, b"[" * 9999, b"{}", b"[]", b"[1, 2]", b"null"):
         kept.set("refused", garbage)
@@ -90,10 +90,10 @@ def test_rank_0_on_two_machines_says_which_to_set(
     assert is_own("127.0.0.1")
     assert not is_own("192.0.2.1")
     monkeypatch.setattr(process_group, "is_own", lambda host: False)
-    monkeypatch.setattr(process_group, "_ELSEWHERE_SECONDS", 0.5)
+    monkeypatch.setattr(process_group, "_ELSEWHERE_SECONDS", 0.3)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(waits, 0, patience=3)  # behind a NAT, rank 0 finds itself there
-        time.sleep(1.5)
+        waiting = pool.submit(waits, 0, patience=2)  # behind a NAT, rank 0 finds itself there
+        time.sleep(0.8)
         monkeypatch.setattr(process_group, "_kept", {})  # as on another machine
         with pytest.raises(MisplacedError, match="where a rank 0 answers; allowed here: set RANK=1"):
             reach(0, timeout=5, patience=5)

@@ -104,18 +104,22 @@ def _exchange_slowly(folder: Path, limit: float) -> list[str]:
     send = resume.Messages.send
 
     def slowly(*args: Any) -> Any:
-        time.sleep(0.3)
+        time.sleep(0.1)
         return send(*args)
 
     names = [(0, name) for name in found.shares[0].tensors] if rank < 2 else []
-    with mock.patch.object(resume, "_PIECE_BYTES", 100), mock.patch.object(resume.Messages, "send", slowly):
+    with (
+        mock.patch("lowbit_run.train.checkpoints.save._BEAT_SECONDS", 0.1),
+        mock.patch.object(resume, "_PIECE_BYTES", 100),
+        mock.patch.object(resume.Messages, "send", slowly),
+    ):
         got = resume.ShareExchange(found, folder / str(rank) / "checkpoints", group, limit).run(names)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in got.values()), "not the whole file"
     return [name for _, name in got]
 
 
 def test_what_is_sent_may_take_longer_than_the_time_limit(ranks: Ranks, tmp_path: Path):
-    outcomes = ranks.run(_exchange_slowly, tmp_path, 3.0, ranks=3)
+    outcomes = ranks.run(_exchange_slowly, tmp_path, 1.0, ranks=3)
     assert [bool(names) for names in outcomes] == [True, True, False]
 
 
