@@ -134,6 +134,7 @@ def command(words: list[str], environment: dict[str, str], folder: Path, rank: i
     os.dup2(os.open(folder / f"errors-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     os.environ |= {name: value for name, value in environment.items() if value}
     os.chdir(folder)
+    decline._PATIENCE = SECONDS  # also with those who never come
     main(words)
 
 
