@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,9 +183,11 @@ def test_a_piece_that_never_comes_is_a_peer_that_does_not_answer() -> None:
         _kept = messages.send(torch.zeros(200_000, dtype=torch.uint8), 1 - rank)
     if rank == 1:
         messages.receive(200_000, 0)
-    hurry = contextlib.nullcontext() if rank else impatient(0.5)
+    hurry, store = contextlib.nullcontext() if rank else impatient(0.5), default_group().get_group_store()
     with hurry, pytest.raises(PeerError, match="rank 0 closed" if rank else "rank 1"):
         messages.receive(8 if rank else 200_000, 1 - rank)
+    # Until then, no connection is closed by the end of the group.
+    return store.wait(["said"], timedelta(seconds=30)) if rank == 0 else store.set("said", "")
 
 
 @pytest.mark.parametrize("count", [0, 33, True, "4"])

@@ -14,7 +14,7 @@ from lowbit.wire.store import bounded
 
 class Slow:
     def __del__(self, sleep=time.sleep):
-        sleep(0.5)  # while the interpreter ends
+        sleep(1.0)  # while the interpreter ends
 
 def program():
     sys.modules["slow"] = Slow()
@@ -22,13 +22,13 @@ def program():
     {work}
     ctypes.pythonapi.Py_Exit(0)  # as an interpreter ends that has run a script
 
-children = [os.fork() or program() for _ in range(3)]
+children = [os.fork() or program() for _ in range(6)]
 codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 sys.exit(f"ended with {{codes}}" if any(codes) else 0)
 """
 STORE = """
     try:
-        bounded(lambda: store.wait(["never"], datetime.timedelta(seconds=0.4)), 0.1)
+        bounded(lambda: store.wait(["never"], datetime.timedelta(seconds=0.8)), 0.1)
     except TimeoutError:
         pass
 """
