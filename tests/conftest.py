@@ -10,6 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported, by whomever
 
+from tests.forked import share
 from tests.processes import Ranks
 
 torch.set_num_threads(1)
@@ -17,18 +18,21 @@ torch.set_num_threads(1)
 TESTS = Path(__file__).parent
 LONG = [
     *("lowbit_lab/bench/test_demo.py", "lowbit_lab/bench/test_convergence.py", "test_docs.py"),
-    *("test_examples.py", "lowbit_run/train/test_launch.py", "lowbit_run/doctor/test_network.py"),
-    *("lowbit_run/plan/test_held.py", "fuzz/test_fuzz.py", "lowbit_lab/bench/test_gradients.py"),
-    *("lowbit_lab/bench/test_pipeline.py", "lowbit_lab/network/test_distance.py"),
-    *("lowbit/kernels/test_jit.py", "lowbit_run/train/test_loop.py", "lowbit_run/train/test_progress.py"),
-    *("lowbit/pipeline/test_transport.py", "lowbit_run/train/test_supervise.py"),
-    *("lowbit_run/cli/test_app.py", "lowbit_run/job/test_peers.py"),
-    *("lowbit_run/train/checkpoints/test_resume.py", "lowbit_run/train/checkpoints/test_save.py"),
-    *("lowbit_lab/bench/test_memory.py", "lowbit/collectives/test_reduce.py"),
-    *("lowbit/collectives/test_exchange.py", "lowbit/pipeline/test_guard.py"),
-    *("lowbit_run/train/test_model.py",),
+    *("lowbit_run/doctor/test_network.py", "test_examples.py", "lowbit/pipeline/test_guard.py"),
+    *("lowbit_run/train/test_tied.py", "lowbit_run/doctor/test_meeting.py", "lowbit_run/train/test_loop.py"),
+    *("lowbit_run/train/test_launch.py", "lowbit_run/plan/test_pipeline.py", "lowbit_run/generate/test_generate.py"),
+    *("lowbit_run/train/checkpoints/test_resume.py", "lowbit_run/train/test_auto.py", "lowbit_run/train/test_stop.py"),
+    *("fuzz/test_fuzz.py", "lowbit/wire/test_connections.py", "lowbit_run/job/test_peers.py"),
+    *("lowbit_lab/bench/test_gradients.py", "lowbit_lab/bench/test_pipeline.py", "lowbit_lab/network/test_distance.py"),
+    *("lowbit_run/job/test_process_group.py", "lowbit/pipeline/test_transport.py", "lowbit_lab/bench/test_memory.py"),
 ]
 """Files that take longest. A file is one worker's: the last one to start keeps the others waiting."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start before the workers what they share."""
+    if getattr(config.option, "numprocesses", None):
+        share()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""New processes that need not import PyTorch: forks of one that has, and that has done nothing else.
+"""New processes that need not import PyTorch: forks of one that has, and that has done little else (`tests.warm`).
 
 Importing PyTorch, its pipelining and transformers takes a process seconds of processor time; the tests start hundreds.
 """
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,12 +24,25 @@ from torch.distributed import TCPStore  # pyright: ignore
 _IMPORTED = [
     *("torch.distributed.pipelining", "transformers.models.llama.modeling_llama", "lowbit.pipeline", "numba"),
     *("lowbit.activations", "lowbit.gradients", "lowbit_run.train.loop", "lowbit_run.doctor.command", "pytest"),
+    "tests.warm",
 ]
+_ADDRESS = "LOWBIT_TESTS_FORKS"
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Where to start processes: `CONTEXT.Process(target=..., args=...)`."""
 CONTEXT.set_forkserver_preload(_IMPORTED)
+_server: Any = forkserver._forkserver
+if _ADDRESS in os.environ:  # another process keeps it
+    _server._forkserver_address, _server._forkserver_alive_fd = os.environ[_ADDRESS], os.open(os.devnull, os.O_RDONLY)
+    _server.ensure_running = lambda: None
+
+
+def share() -> None:
+    """Let this process fork for those that it starts: all workers of pytest-xdist."""
+    if not hasattr(_server, "_forkserver_authkey"):  # from Python 3.14, they would have to know it
+        _server.ensure_running()
+        os.environ[_ADDRESS] = _server._forkserver_address
 
 
 @dataclass(frozen=True)
