@@ -110,9 +110,8 @@ def _planned(
         )
         for name in "ABCD"[:cards]
     )  # fmt: skip
-    predictor = Predictor(
-        Cluster(pcs, (ClusterLink(mbit=mbit, rtt_ms=LINKS[mbit]),)), sizes, sequence=SEQUENCE, batch=BATCH
-    )
+    config = TrainConfig(data=DataConfig(sequence=SEQUENCE, batch=BATCH))
+    predictor = Predictor(Cluster(pcs, (ClusterLink(mbit=mbit, rtt_ms=LINKS[mbit]),)), sizes, config)
     try:
         return [
             {

@@ -124,7 +124,8 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
         (by rank), `forward` and `backward` (bits per element of each boundary), `seconds_per_step`,
         `tokens_per_second`, `waiting_share`, `bytes_per_step`, `link_share` (of the busiest link), `memory_bytes` (by
         rank) and `machines` (their names), `steps`, `warmup_steps` (at full precision), `hours` (of all steps) and
-        `traffic_bytes` (of all steps, of evaluations of `run.eval_batches` batches, and of saving the model).
+        `traffic_bytes` (of all steps, of evaluations of `run.eval_batches` batches, none if that is 0, and of saving
+        the model).
 
     Raises:
         ConfigError: a cluster that contradicts itself, or on which the model cannot be trained.
@@ -136,8 +137,8 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     cluster = Cluster.read(settings.cluster)
     vocab = vocabulary_of(settings.model, settings.data.tokenizer)
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
-    sizes = measure_sizes(settings.trained(PipelineConfig(microbatches=1)), vocab=vocab, autocast=autocast)
-    predictor = Predictor(cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch)
+    config = settings.trained(replace(settings.base.pipeline, data_parallel=1, layers=(), microbatches=1))
+    predictor = Predictor(cluster, measure_sizes(config, vocab=vocab, autocast=autocast), config)
     batch = settings.data.batch
     divisors = tuple(count for count in range(1, min(batch, _MOST_MICRO_BATCHES) + 1) if batch % count == 0)
     find = partial(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
+import torch
+
 from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.wire.checksum import CHECKSUM_BYTES
@@ -18,9 +20,11 @@ from lowbit_run.plan.sizes import ModelSizes, optimizer_ns
 from lowbit_run.simulate import Actions, Channel, Network, Step, actions_from
 from lowbit_run.simulate.predict import AS_FAST, choose_formats, predicted_step
 from lowbit_run.simulate.step import order_of, unsplit
-from lowbit_run.train.config import PipelineConfig, Schedule
+from lowbit_run.train.config import PipelineConfig, Schedule, TrainConfig
 from lowbit_run.train.evaluate import evaluation_bytes
+from lowbit_run.train.export import export_dtype
 from lowbit_run.train.layout import PipelineLayout, make_layout
+from lowbit_run.train.model import hugging_face_config
 from lowbit_run.train.tied import expected_rows, row_bytes, tied_codec
 
 
@@ -80,14 +84,12 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts time and memory of choices for a model on a cluster.
+    """Predicts time and memory of choices for a model on a cluster; `config` has all settings that are not chosen."""
 
-    `sequence`: tokens per window. `batch`: windows per step.
-    """
-
-    def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int) -> None:
-        self.cluster, self.sizes, self.sequence, self.batch = cluster, sizes, sequence, batch
-        self._tied_rows = tied_codec(PipelineConfig())
+    def __init__(self, cluster: Cluster, sizes: ModelSizes, config: TrainConfig) -> None:
+        self.cluster, self.sizes, self.config = cluster, sizes, config
+        self.sequence, self.batch = config.data.sequence, config.data.batch
+        self._tied_rows, self._checksums = tied_codec(config.pipeline), config.run.checksums
         self.machines = cluster.of_ranks
         self._speed = functools.cache(coding_speed)
         self._own_optimizer = functools.cache(optimizer_ns)
@@ -131,12 +133,16 @@ class Predictor:
         layout = self.layout(choice)
         exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches
         coded = [parse_pair(text)[0] for text in _every(choice.formats, layout.stages - 1)]
-        formats = ([exact] * len(coded), coded) if coded else ()
-        each = sum(evaluation_bytes(layout, codecs, shapes) for codecs in formats)
+        without, within = (
+            evaluation_bytes(layout, codecs, shapes, checksums=self._checksums)
+            for codecs in ([exact] * len(coded), coded)
+        )
         if self._followed(layout) and batches:
-            each += self._row_bytes(batches * self.batch * self.sequence, exact)
+            without += self._row_bytes(batches * self.batch * self.sequence, exact)
+        before = self.config.data.format == "jsonl"  # samples are also scored before training, without codecs
         weights = sum(self._parameters(layout, rank) for rank in range(1, layout.ranks))
-        return evaluations * each + 4 * weights * saved
+        scored = (evaluations + before) * without + evaluations * within
+        return scored + saved * weights * saved_itemsize(self.config)
 
     def fits(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> bool:
         """Whether the machine of a rank has enough memory for these numbers of layers on its stages."""
@@ -181,7 +187,7 @@ class Predictor:
             formats=_every(choice.formats, layout.stages - 1),
             sizes=functools.cache(nbytes),
             coding=functools.cache(coding),
-            checksum=CHECKSUM_BYTES,
+            checksum=CHECKSUM_BYTES * self._checksums,
             forward=1 / sizes.passes,
             beside=all(machine.gpus for machine in machines),
             optimizer=[
@@ -237,7 +243,7 @@ class Predictor:
 
     def _row_bytes(self, tokens: int, codec: Codec) -> int:
         rows = expected_rows(tokens, self.sizes.tied // self.sizes.width)
-        return row_bytes(rows, self.sizes.width, codec)
+        return row_bytes(rows, self.sizes.width, codec, checksums=self._checksums)
 
     def _followed(self, layout: PipelineLayout) -> bool:
         """Whether the first rank's copy of a tied embedding follows that of the last rank."""
@@ -265,6 +271,17 @@ class Predictor:
 
 class MemoryShort(ConfigError):
     """A machine has less memory than its share of the model takes."""
+
+
+def saved_itemsize(config: TrainConfig) -> int:
+    """Bytes of each saved weight, also where the files of `model.pretrained` are not there yet."""
+    if config.lora.rank:
+        return torch.float32.itemsize
+    if config.model.pretrained and config.run.save_dtype is None:
+        dtype = hugging_face_config(config.model, vocab=0, sequence=config.data.sequence).dtype
+    else:
+        dtype = export_dtype(config)
+    return (dtype or torch.float32).itemsize
 
 
 def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:

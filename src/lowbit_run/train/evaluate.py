@@ -315,11 +315,14 @@ def evaluated(windows: Windows | Answers, *, batch: int, batches: int) -> Tensor
     return torch.arange(min(len(windows), batch * batches) if batches else len(windows))
 
 
-def evaluation_bytes(layout: PipelineLayout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]]) -> float:
+def evaluation_bytes(
+    layout: PipelineLayout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]], *, checksums: bool = True
+) -> float:
     """Return the bytes that a pipeline sends to evaluate batches of these shapes through these codecs."""
     crossing = [codec for boundary, codec in enumerate(codecs) if layout.crosses(boundary)]
     coded = [codec.nbytes(shape) if codec.settled else 4 * math.prod(shape) for codec in crossing for shape in shapes]
-    return float(len(shapes) * (layout.ranks - 1) * sealed_bytes(SUMS_BYTES) + sum(map(sealed_bytes, coded)))
+    sums = len(shapes) * (layout.ranks - 1) * sealed_bytes(SUMS_BYTES, checksums)
+    return float(sums + sum(sealed_bytes(nbytes, checksums) for nbytes in coded))
 
 
 def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:

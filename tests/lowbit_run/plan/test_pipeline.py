@@ -15,9 +15,10 @@ import pytest
 
 from lowbit_run.config import ConfigError, to_toml
 from lowbit_run.plan.cluster import Cluster, ClusterLink, Machine
-from lowbit_run.plan.predict import MemoryShort, PipelineChoice, Predictor, best_split, search
+from lowbit_run.plan.predict import MemoryShort, PipelineChoice, Predictor, best_split, saved_itemsize, search
 from lowbit_run.plan.sizes import ModelSizes
 from lowbit_run.train import load
+from lowbit_run.train.config import from_mapping
 from lowbit_run.train.footprint import BatchBytes, Held, Line, ModelBytes
 from tests.command_line import invoke
 from tests.lowbit_run.train.runs import tiny
@@ -56,9 +57,11 @@ def machine(name: str, tflops: float = 1.0, **fields) -> Machine:
     return Machine(name=name, tflops=tflops, coding=CODING, optimizer_ns=1.0, **fields)
 
 
-def predictor(*machines: Machine, mbit: float = 1000.0, sizes: ModelSizes = SIZES, links=(), **link) -> Predictor:
+def predictor(
+    *machines: Machine, mbit: float = 1000.0, sizes: ModelSizes = SIZES, links=(), run: Any = None, **link
+) -> Predictor:
     cluster = Cluster(machines, (*links, ClusterLink(mbit=mbit, **link)))
-    return Predictor(cluster, sizes, sequence=64, batch=8)
+    return Predictor(cluster, sizes, from_mapping({"data": {"sequence": 64, "batch": 8}, **(run or {})}))
 
 
 def plan(of: Predictor, **changes):
@@ -161,6 +164,43 @@ def test_rows_of_a_tied_embedding_cross_the_link():
     assert tied.predict(choice).nbytes - own.predict(choice).nbytes == 2 * one_way
     memory = [of.predict(choice).memory for of in (tied, own)]
     assert [a - b for a, b in zip(*memory, strict=True)] == [-8 * 64 * 60, (16 + 4) * 64 * 60]
+
+
+def test_settings_of_the_run_change_what_is_sent():
+    """The type of the saved weights, the format of a tied embedding's rows, checksums."""
+    choice = one_stage(schedule="1F1B", microbatches=2)
+
+    def of(sizes: ModelSizes = SIZES, **run: Any) -> Predictor:
+        return predictor(*map(machine, "ab"), mbit=1, sizes=sizes, run=run)
+
+    def saved(**run: Any) -> float:
+        outside = of(**run).bytes_outside_steps
+        return outside(choice, 0, batches=0, saved=True)
+
+    trained = 4 * 10_000 + 5_000  # of the second rank
+    assert saved() == 4 * trained
+    assert saved(run={"save_dtype": "bf16"}) == saved(run={"save_dtype": "fp16"}) == 2 * trained
+    exact, rows = (of(with_tied(64 * 60), pipeline={"tied_rows": name}).predict(choice) for name in ("fp32", "bf16"))
+    assert exact.nbytes - rows.nbytes == 2 * 60 * 64 * 2
+    assert exact.seconds > rows.seconds
+    with_checksums, without = (of(run={"checksums": on}) for on in (True, False))
+    messages = 2 * 2  # of two micro-batches, both ways
+    assert with_checksums.predict(choice).nbytes - without.predict(choice).nbytes == 8 * messages
+    evaluated = [each.bytes_outside_steps(choice, 1, batches=3, saved=False) for each in (with_checksums, without)]
+    assert evaluated[0] - evaluated[1] == 2 * 3 * 2 * 8  # of three batches, with codecs and without
+    samples = of(data={"sequence": 64, "batch": 8, "format": "jsonl", "text": ["answers.jsonl"]})
+    text, scored = (each.bytes_outside_steps(choice, 1, batches=3, saved=False) for each in (of(), samples))
+    assert scored == 1.5 * text  # also before training, without codecs
+
+
+def test_saved_weights_have_the_type_of_the_pretrained_ones(tmp_path: Path):
+    from transformers import GPT2Config
+
+    GPT2Config(n_embd=32, n_layer=2, n_head=2, dtype="float16").save_pretrained(tmp_path)
+    pretrained = {"model": {"pretrained": str(tmp_path)}}
+    assert saved_itemsize(from_mapping(pretrained)) == 2
+    assert saved_itemsize(from_mapping(pretrained | {"run": {"save_dtype": "fp32"}})) == 4
+    assert saved_itemsize(from_mapping(pretrained | {"lora": {"rank": 4}, "run": {"save_dtype": "bf16"}})) == 4
 
 
 def test_what_is_impossible_is_said_in_one_line():
