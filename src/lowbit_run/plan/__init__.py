@@ -1,7 +1,8 @@
 """Memory of the devices of a pipeline, and the bits of saved activations that fit into it."""
 
-from lowbit_run.plan.budget import InFlight, MemoryPlan, StageCost, in_flight, plan_bits
+from lowbit_run.plan.budget import MemoryPlan, StageCost, plan_bits
 from lowbit_run.plan.layers import choose_layers, measure_layers, plan_layers
+from lowbit_run.simulate.held import InFlight, in_flight
 from lowbit_run.simulate.step import actions_of, order_of
 
 __all__ = [

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from lowbit.activations.layer_plan import KEEP, LayerChoice, LayerPlan, layers_of
-from lowbit_run.plan.budget import SLOWER, undominated
+from lowbit_run.plan.budget import SLOWER
 from lowbit_run.plan.measure import ORDER_OF_SUMS, StepTrace, compressed, gradients, relative_error, trace_step
+from lowbit_run.simulate.held import undominated
 
 Step = Callable[[], Any]
 Runs = tuple[tuple[LayerChoice, int], ...]

@@ -19,7 +19,7 @@ from lowbit.activations.layer_plan import PLANNED, LayerChoice, LayerPlan, layer
 from lowbit.codecs import parse
 from lowbit.escape import shown
 from lowbit_run.config import ConfigError, NonNegative, section
-from lowbit_run.plan.budget import InFlight, Option, StageCost, choose, in_flight, outside_autograd, plan_bits
+from lowbit_run.plan.budget import Option, StageCost, choose, outside_autograd, plan_bits
 from lowbit_run.plan.layers import (
     CHOICES,
     LayersPrediction,
@@ -34,11 +34,12 @@ from lowbit_run.plan.layers import (
 from lowbit_run.plan.measure import bytes_between_passes, bytes_by_width, compressed, sensitivities
 from lowbit_run.plan.sizes import parse_bytes, two_layers
 from lowbit_run.report import Column, Command, Row, Table, check_output
-from lowbit_run.simulate.step import order_of
+from lowbit_run.simulate.held import InFlight
 from lowbit_run.terminal import wrote
 from lowbit_run.train.activations import planned_settings
 from lowbit_run.train.config import (
     FULL_PRECISION,
+    ActivationsConfig,
     DataConfig,
     GradientsConfig,
     LoraConfig,
@@ -50,7 +51,7 @@ from lowbit_run.train.config import (
     TrainConfig,
 )
 from lowbit_run.train.data import Order, load_data
-from lowbit_run.train.footprint import model_bytes
+from lowbit_run.train.footprint import held_batches, model_bytes
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import (
     StageModule,
@@ -137,7 +138,7 @@ class MemorySettings:
         return TrainConfig(
             model=self.model, lora=self.lora, data=self.data, pipeline=self.pipeline, gradients=self.gradients,
             optimizer=OptimizerConfig(states="8bit" if self.optimizer == "adamw-8bit" else "fp32"),
-            run=RunConfig(method=self.method),
+            activations=ActivationsConfig(checkpoint=False), run=RunConfig(method=self.method),  # the plan says
         )  # fmt: skip
 
     @property
@@ -148,9 +149,7 @@ class MemorySettings:
     @property
     def held(self) -> InFlight:
         """Micro-batches that the stages hold."""
-        run = self.pipeline
-        counts = {"ranks": run.ranks, "stages_per_rank": run.stages_per_rank, "microbatches": run.microbatches}
-        return in_flight(order_of(run.schedule, **counts))
+        return held_batches(self.recipe, self.layout)
 
     @property
     def layout(self) -> PipelineLayout:

@@ -14,15 +14,16 @@ from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_run.config import ConfigError
-from lowbit_run.plan.budget import InFlight, in_flight
 from lowbit_run.plan.cluster import Cluster, Machine
 from lowbit_run.plan.sizes import ModelSizes, optimizer_ns
 from lowbit_run.simulate import Actions, Channel, Network, Step, actions_from
+from lowbit_run.simulate.held import InFlight, in_flight
 from lowbit_run.simulate.predict import AS_FAST, choose_formats, predicted_step
-from lowbit_run.simulate.step import order_of, unsplit
+from lowbit_run.simulate.step import order_of
 from lowbit_run.train.config import PipelineConfig, Schedule, TrainConfig
 from lowbit_run.train.evaluate import evaluation_bytes
 from lowbit_run.train.export import export_dtype
+from lowbit_run.train.footprint import rank_bytes
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import hugging_face_config
 from lowbit_run.train.tied import expected_rows, row_bytes, tied_codec
@@ -148,13 +149,11 @@ class Predictor:
         """Whether the machine of a rank has enough memory for these numbers of layers on its stages."""
         return self.rank_bytes(choice, counts, rank) <= self.machines[rank].bytes
 
-    def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> float:
+    def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> int:
         """Memory of a rank with `counts` layers on its stages: what it keeps, and activations at the worst moment."""
         layout = replace(self.layout(replace(choice, layers=())), layer_counts=tuple(counts))
-        moments = self._schedule(choice, layout)[1].moments[rank]
-        rows, sizes = self.rows(choice), self.sizes
-        most = max(sizes.batch.rank(layout, rank, rows=rows, held=moment.held) for moment in moments)
-        return sizes.kept.rank(layout, rank).total + most
+        held, sizes = self._schedule(choice, layout)[1], self.sizes
+        return rank_bytes(sizes.kept, sizes.batch, layout, rank, rows=self.rows(choice), held=held)
 
     def _schedule(self, choice: PipelineChoice, layout: PipelineLayout) -> tuple[Actions, InFlight]:
         counts = layout.ranks, choice.stages_per_rank, choice.microbatches
@@ -289,9 +288,8 @@ def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
 
 
 @functools.cache
-def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int, splits: bool) -> tuple[Actions, InFlight]:
-    order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
-    order = order if splits else unsplit(order)
+def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int, split: bool) -> tuple[Actions, InFlight]:
+    order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches, split=split)
     return actions_from(order), in_flight(order)
 
 

@@ -89,13 +89,14 @@ def actions_from(order: Order) -> Actions:
     )
 
 
-def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
+def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: int, split: bool = True) -> Order:
     """Return each rank's actions in one step of a schedule of `torch.distributed.pipelining`; starts no process.
 
     Args:
         schedule: its name ("1F1B", "ZBVZeroBubble", ...) in upper or lower case.
         ranks, stages_per_rank: of the pipeline; GPipe and 1F1B have one stage a rank.
         microbatches: of a step.
+        split: whether schedules that split backward passes in two do so; False: they run whole ones.
 
     Raises:
         ValueError: an unknown schedule, or numbers that it does not support.
@@ -109,11 +110,11 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
     if not several and stages_per_rank != 1:
         raise ValueError(f"stages_per_rank is {stages_per_rank}; allowed with {schedule}: 1")
     stages = [_Stage(index * ranks, ranks, ranks * stages_per_rank) for index in range(stages_per_rank)]
-    return actions_of(kind(stages if several else stages[0], microbatches, loss_fn=lambda *_: None))  # never run
+    order = actions_of(kind(stages if several else stages[0], microbatches, loss_fn=lambda *_: None))  # never run
+    return order if split else _unsplit(order)
 
 
-def unsplit(order: Order) -> Order:
-    """Return the actions of stages that run a whole backward pass where the schedule has one for the inputs."""
+def _unsplit(order: Order) -> Order:
     texts = {rank: (str(action) for action in actions if action is not None) for rank, actions in order.items()}
     parts = {rank: [part for text in each for part in ACTION.findall(text)] for rank, each in texts.items()}
     return {

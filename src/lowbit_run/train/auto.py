@@ -111,13 +111,13 @@ def forecast(
     """
     from lowbit_run.simulate import Channel, Network, actions_from
     from lowbit_run.simulate.predict import predicted_step
-    from lowbit_run.simulate.step import order_of, unsplit
+    from lowbit_run.simulate.step import order_of
 
     order = order_of(
         pipeline.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank,
-        microbatches=pipeline.microbatches,
+        microbatches=pipeline.microbatches, split=not whole,
     )  # fmt: skip
-    steps = actions_from(unsplit(order) if whole else order)
+    steps = actions_from(order)
     ranks, counts = [layout.rank_of(stage) for stage in range(layout.stages)], layout.layer_counts
     compute = [
         timings[rank][0] / pipeline.microbatches * counts[stage] / sum(counts[each] for each in layout.stages_of(rank))

@@ -101,7 +101,7 @@ def _surely_fits(
         most += kept.rank(layout, place).total + PROCESS_BYTES["cuda"] + 2 * _BOUND * tokens * vocab
         for stage in layout.stages_of(place):
             weights = sum(kept.layers[layer].weights for layer in layout.layers_of(stage))
-            most += held[stage] * tokens * (_BOUND * weights // width + 16 * width)
+            most += held.peak(stage) * tokens * (_BOUND * weights // width + 16 * width)
     return most < free
 
 

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowbit.codecs import parse
-from lowbit_run.simulate.step import ACTION, order_of, unsplit
+from lowbit_run.simulate.held import InFlight, in_flight
+from lowbit_run.simulate.step import order_of
 from lowbit_run.train.config import FULL_PRECISION, TrainConfig
 from lowbit_run.train.cut import Share, attention_of, class_for, parts_of, whole_class
 from lowbit_run.train.layout import PipelineLayout
@@ -254,17 +255,6 @@ class BatchBytes:
         ends = {(True, True): self.whole, (True, False): self.first, (False, True): self.last}
         return sum((self.layers[layer] for layer in layers), ends.get((first, last), self.middle))
 
-    def rank(self, layout: PipelineLayout, rank: int, *, rows: int, held: Mapping[int, int]) -> int:
-        """Bytes of activations and short-lived tensors of a rank, if its stages hold these numbers of micro-batches.
-
-        An evaluation takes less, since it runs as many windows at a time and keeps nothing.
-        """
-        last, stages = layout.stages - 1, layout.stages_of(rank)
-        kept = sum(
-            held[s] * self.held(layout.layers_of(s), first=s == 0, last=s == last).of(rows) for s in stages if held[s]
-        )
-        return kept + (self.extra_last if last in stages else self.extra).of(rows)
-
 
 class _Live(TorchDispatchMode):
     """Counts the bytes of all tensors that are made in a `with` block, as long as anything holds them.
@@ -412,24 +402,28 @@ def rank_peaks(config: TrainConfig, layout: PipelineLayout, *, vocab: int, autoc
     if config.activations.plan or min(config.activations.bits) < 16:
         batch = replace(batch, layers=(Line(),) * len(batch.layers))
     held = held_batches(config, layout)
-    return [
-        kept.rank(layout, rank).total + batch.rank(layout, rank, rows=config.rows, held=held)
-        for rank in range(layout.ranks)
-    ]
+    return [rank_bytes(kept, batch, layout, rank, rows=config.rows, held=held) for rank in range(layout.ranks)]
 
 
-def held_batches(config: TrainConfig, layout: PipelineLayout) -> dict[int, int]:
-    """Return the most micro-batches that each stage holds at a time."""
+def rank_bytes(
+    kept: ModelBytes, batch: BatchBytes, layout: PipelineLayout, rank: int, *, rows: int, held: InFlight
+) -> int:
+    """Predict the most bytes of a rank: what it keeps, and what micro-batches of `rows` windows take.
+
+    An evaluation takes less, since it runs as many windows at a time and keeps nothing.
+    """
+    last, stages = layout.stages - 1, layout.stages_of(rank)
+    of_stage = {s: batch.held(layout.layers_of(s), first=s == 0, last=s == last).of(rows) for s in stages}
+    worst = max(sum(moment.held[s] * of_stage[s] for s in stages) for moment in held.moments[rank])
+    extra = batch.extra_last if last in stages else batch.extra
+    return kept.rank(layout, rank).total + worst + extra.of(rows)
+
+
+def held_batches(config: TrainConfig, layout: PipelineLayout) -> InFlight:
+    """Count the micro-batches that the stages of a run hold."""
     run = config.pipeline
     order = order_of(
-        run.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank, microbatches=run.microbatches
-    )
-    order = unsplit(order) if config.checkpoints else order
-    most = dict.fromkeys(range(layout.stages), 0)
-    for actions in order.values():
-        now = dict.fromkeys(most, 0)
-        for action in actions:
-            for stage, kind, _ in ACTION.findall(str(action)):
-                now[int(stage)] += {"F": 1, "I": 0}.get(kind, -1)
-                most[int(stage)] = max(most[int(stage)], now[int(stage)])
-    return most
+        run.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank, microbatches=run.microbatches,
+        split=not config.checkpoints,
+    )  # fmt: skip
+    return in_flight(order)

@@ -9,11 +9,15 @@ import torch
 from torch import nn
 
 from lowbit_run.config import ConfigError
+from lowbit_run.plan.cluster import Cluster, ClusterLink, Machine
+from lowbit_run.plan.predict import PipelineChoice, Predictor
+from lowbit_run.plan.sizes import measure_sizes
+from lowbit_run.simulate.held import in_flight
 from lowbit_run.train import fits
 from lowbit_run.train.config import TrainConfig, from_mapping
 from lowbit_run.train.cut import CUT, Share, attention_of, whole_class
 from lowbit_run.train.fits import check_memory
-from lowbit_run.train.footprint import batch_bytes, held_batches, model_bytes, rank_peaks
+from lowbit_run.train.footprint import batch_bytes, held_batches, model_bytes, rank_bytes, rank_peaks
 from lowbit_run.train.layout import make_layout
 from lowbit_run.train.model import StageModule, next_token_loss
 from lowbit_run.train.optim import make_optimizer
@@ -145,7 +149,27 @@ def test_what_a_micro_batch_takes_is_what_autograd_keeps(lora: int, recompute: b
 def test_micro_batches_are_held_as_the_schedule_says():
     for schedule, expected in {"GPipe": {0: 4, 1: 4}, "1F1B": {0: 2, 1: 1}}.items():
         config = from_mapping({"pipeline": {"schedule": schedule, "microbatches": 4}})
-        assert held_batches(config, make_layout(config.pipeline, ranks=2, layers=4)) == expected
+        held = held_batches(config, make_layout(config.pipeline, ranks=2, layers=4))
+        assert {stage: held.peak(stage) for stage in held.stages} == expected
+
+
+WORST_APART = ["0F0", "0F1", "0F2", "0B0", "0B1", "2F0", "2F1", "2F2", "2B0", "2B1", "2B2", "0B2"]
+
+
+def test_a_rank_needs_what_its_worst_moment_takes_as_a_plan_says(tmp_path: Path):
+    """Its stages do not hold the most at the same time."""
+    pipeline = {"schedule": "Interleaved1F1B", "stages_per_rank": 2, "microbatches": 4}
+    config = settings(saved("llama", tmp_path), pipeline=pipeline)
+    layout, held = make_layout(config.pipeline, ranks=2, layers=4), in_flight({0: WORST_APART})
+    counts: Any = {"vocab": 0, "autocast": None}
+    batch, kept = batch_bytes(config, **counts), model_bytes(config, **counts).rank(layout, 0).total
+    first, later = (batch.held(layout.layers_of(stage), first=stage == 0, last=False).of(2) for stage in (0, 2))
+    need = rank_bytes(model_bytes(config, **counts), batch, layout, 0, rows=2, held=held)
+    assert need == kept + max(3 * first, first + 3 * later) + batch.extra.of(2)
+    choice = PipelineChoice(schedule="Interleaved1F1B", stages_per_rank=2, microbatches=4)
+    machines = tuple(Machine(name=name, tflops=1.0) for name in "ab")
+    cluster, sizes = Cluster(machines, (ClusterLink(mbit=1.0),)), measure_sizes(config, **counts)
+    assert Predictor(cluster, sizes, config).predict(choice).memory == tuple(rank_peaks(config, layout, **counts))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def test_a_backward_pass_is_not_split():
     def held(recompute: bool) -> dict[int, int]:
         run = V_SHAPED | {"schedule": "InterleavedZeroBubble", "microbatches": 8}
         config = from_mapping({"pipeline": run, "activations": {"checkpoint": recompute}})
-        return held_batches(config, make_layout(config.pipeline, ranks=2, layers=4))
+        flight = held_batches(config, make_layout(config.pipeline, ranks=2, layers=4))
+        return {stage: flight.peak(stage) for stage in flight.stages}
 
     whole, split = held(True), held(False)
     assert all(whole[stage] <= split[stage] for stage in split)
