@@ -26,12 +26,12 @@ from lowbit_run.train.config import FULL_PRECISION, TrainConfig
 from lowbit_run.train.cut import Share, attention_of, class_for, parts_of, whole_class
 from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.model import StageModule, add_adapters, hugging_face_config, next_token_loss, targets_of
+from lowbit_run.train.optim import state_bytes
 from lowbit_run.train.weights import checkpoint_layers, share_inputs, weights_of
 from lowbit_run.train.widened import widen_
 
 log = logging.getLogger(__name__)
 
-_LEAST_8BIT, _BLOCK_8BIT = 4096, 256  # torchao keeps smaller states, and those that its blocks do not divide, whole
 _NF4_BLOCK, _SCALES_BLOCK = 64, 256  # weights that share a scale, and scales that share one
 _NF4_TABLES = (64, 64 + 1024 + 4)  # bytes of each matrix: the 16 values; with double quantization 256 more, and a mean
 
@@ -180,9 +180,7 @@ class _Counter:
     def _trained(self, parameter: Tensor, itemsize: int) -> Held:
         storage, elements = self.config.gradients.storage, parameter.numel()
         gradient = elements * itemsize if storage == FULL_PRECISION else parse(storage).nbytes(parameter.shape)
-        states = 2 * itemsize * elements
-        if self.config.optimizer.states == "8bit" and elements >= _LEAST_8BIT and elements % _BLOCK_8BIT == 0:
-            states = 2 * (elements + 4 * elements // _BLOCK_8BIT)
+        states = state_bytes(elements, self.config.optimizer)
         return Held(trained=elements, gradients=gradient, optimizer=states)
 
 

@@ -15,6 +15,7 @@ from lowbit_run.train.rounding import RoundingAdamW
 
 Named = Iterable[tuple[str, nn.Parameter]]
 """Parameters by their names in the whole model; copies of one have the same name."""
+_LEAST, _BLOCK = 4096, 256  # torchao keeps smaller states, and those that its blocks do not divide, in float32
 
 
 def make_optimizer(parameters: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -51,13 +52,24 @@ def eight_bit_adamw(parameters: Named, config: OptimizerConfig, *, compiled: boo
     return adamw
 
 
+def state_bytes(elements: int, config: OptimizerConfig) -> int:
+    """Return the bytes of both states of a parameter, whatever its dtype."""
+    if config.states == "8bit" and _has_8bit(elements):
+        return 2 * (elements + 4 * elements // _BLOCK)  # codes, and a float32 scale for each block
+    return 2 * 4 * elements
+
+
+def _has_8bit(elements: int) -> bool:
+    return elements >= _LEAST and elements % _BLOCK == 0
+
+
 def zeros_8bit(parameter: Tensor, signed: bool) -> Tensor:
     """Make an 8-bit state of zeros; in float32 for the parameters for which torchao does so."""
     from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
-    if parameter.numel() < 4096 or parameter.numel() % 256:
+    if not _has_8bit(parameter.numel()):
         return torch.zeros_like(parameter, dtype=torch.float32)
-    return OptimState8bit.zeros(parameter.shape, signed, 256, parameter.device, torch.float32)
+    return OptimState8bit.zeros(parameter.shape, signed, _BLOCK, parameter.device, torch.float32)
 
 
 def check_torchao() -> None:

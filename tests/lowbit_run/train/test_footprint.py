@@ -110,6 +110,19 @@ def test_8_bit_states_and_gradients_are_counted(tmp_path: Path):
     assert kept.gradients < kept.weights / 3
 
 
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_states_are_float32_whatever_the_weights_are(weights: str, tmp_path: Path):
+    config = settings(saved("llama", tmp_path), model={"weights": weights})
+    share = Share(layers=frozenset(range(4)), first=True, last=True)
+    parameters = list(build_share(config, share, vocab=0, device=CPU, autocast=None).named_parameters())
+    optimizer = make_optimizer(parameters, config.optimizer)
+    for _, parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    held = sum(state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
+    assert model_bytes(config, vocab=0, autocast=None).stage(range(4), first=True, last=True).optimizer == held
+
+
 def test_a_tied_embedding_is_on_both_ends_with_one_optimizer(tmp_path: Path):
     config = settings(saved("llama", tmp_path, tie_word_embeddings=True))
     kept, layout = model_bytes(config, vocab=0, autocast=None), make_layout(config.pipeline, ranks=2, layers=4)
