@@ -51,9 +51,8 @@ from lowbit_lab.network import Link
 from lowbit_run.config import ConfigError, NonNegative, Positive, section
 from lowbit_run.report import Baseline, Column, Command, Row, Table
 from lowbit_run.train.config import AUTO, DataConfig, ModelConfig, PipelineConfig
+from lowbit_run.train.schedules import SCHEDULES
 
-UNSPLIT = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
-"""Schedules whose backward passes are whole."""
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
 
 
@@ -109,11 +108,12 @@ class PipelineBenchmark:
         if len(set(self.splits)) < len(self.splits):
             raise ConfigError(f"splits is {', '.join(map(str, self.splits))}; allowed: each once")
         if self.compute.seconds:  # stages then only wait
+            unsplit = tuple(name for name, facts in SCHEDULES.items() if not facts.splits)
             for name, value, allowed in (
                 ("device", self.device, ("cpu",)),
                 ("evaluations", self.evaluations, (0,)),
                 ("model.dropout", self.model.dropout, (0,)),
-                *(("schedule", pipeline.schedule, UNSPLIT) for pipeline in self.pipelines),
+                *(("schedule", pipeline.schedule, unsplit) for pipeline in self.pipelines),
             ):
                 if value not in allowed:
                     named = ", ".join(map(str, allowed))

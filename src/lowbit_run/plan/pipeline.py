@@ -26,11 +26,11 @@ from lowbit_run.train.config import (
     ModelConfig,
     PipelineConfig,
     RunConfig,
-    Schedule,
     TrainConfig,
 )
 from lowbit_run.train.layout import even
 from lowbit_run.train.model import vocabulary_of
+from lowbit_run.train.schedules import Schedule
 
 _PLAIN = ("fp32", "bf16")
 _MOST_MICRO_BATCHES = 64

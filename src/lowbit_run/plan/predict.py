@@ -20,12 +20,13 @@ from lowbit_run.simulate import Actions, Channel, Network, Step, actions_from
 from lowbit_run.simulate.held import InFlight, in_flight
 from lowbit_run.simulate.predict import AS_FAST, choose_formats, predicted_step
 from lowbit_run.simulate.step import order_of
-from lowbit_run.train.config import PipelineConfig, Schedule, TrainConfig
+from lowbit_run.train.config import PipelineConfig, TrainConfig
 from lowbit_run.train.evaluate import evaluation_bytes
 from lowbit_run.train.export import export_dtype
 from lowbit_run.train.footprint import rank_bytes
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import hugging_face_config
+from lowbit_run.train.schedules import SCHEDULES, Schedule
 from lowbit_run.train.tied import expected_rows, row_bytes, tied_codec
 
 
@@ -293,7 +294,6 @@ def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int, sp
     return actions_from(order), in_flight(order)
 
 
-_LAPS = ("Interleaved1F1B", "LoopedBFS")
 _FEW_STAGES = 4
 _SECONDS = attrgetter("seconds")
 _MOST_MOVES = 8  # moves of a layer from one stage to another
@@ -358,7 +358,7 @@ def search(
     problem: ConfigError | None = None
     largest_first = sorted(microbatches, reverse=True)  # so that an error is not about too few micro-batches
     for schedule, each, cut in product(schedules, stages_per_rank, largest_first):
-        if schedule in _LAPS and each == 1 and "1F1B" in schedules:
+        if SCHEDULES[schedule].laps and each == 1 and "1F1B" in schedules:
             continue  # the same as 1F1B or GPipe
         plain = PipelineChoice(schedule=schedule, stages_per_rank=each, microbatches=cut)
         try:

@@ -15,11 +15,9 @@ from pydantic import BeforeValidator, Field
 
 from lowbit_run.config import ConfigError, NonNegative, Positive, build, resolve, section
 from lowbit_run.train.effects import check_effects
+from lowbit_run.train.schedules import Schedule, schedule_named
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
-Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
 Weights = Literal["fp32", "bf16", "int8", "nf4"]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -27,7 +25,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(ge=1, le=1_000_000)]
 
 FAMILIES = get_args(Family)
-SCHEDULES = {name.lower(): name for name in get_args(Schedule)}
 FULL_PRECISION, AUTO = "fp32", "auto"
 Method = Literal["none", "agoq"]
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
@@ -185,7 +182,7 @@ class PipelineConfig:
     layers: tuple[Positive, ...] = ()
     """Decoder layers of each stage, such as [5, 3], for machines of unequal speed or memory. If omitted, as equal as
     possible."""
-    schedule: "Annotated[Schedule, BeforeValidator(lambda name: SCHEDULES.get(str(name).lower(), name))]" = "1F1B"
+    schedule: "Annotated[Schedule, BeforeValidator(schedule_named)]" = "1F1B"
     """Schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4
     """Micro-batches of a step in each pipeline."""

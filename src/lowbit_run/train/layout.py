@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from lowbit_run.config import ConfigError
 from lowbit_run.train.config import PipelineConfig
+from lowbit_run.train.schedules import SCHEDULES
 
-_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-_SINGLE = ("GPipe", "1F1B")
 Pair = tuple[int, int]
 
 
@@ -72,7 +71,7 @@ def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Pipelin
             f"allowed: a number for each of the {stages} stages, {layers} together, as the model has"
         )
     return PipelineLayout(
-        ranks=ranks, stages_per_rank=pipeline.stages_per_rank, v_shaped=pipeline.schedule in _V_SHAPED,
+        ranks=ranks, stages_per_rank=pipeline.stages_per_rank, v_shaped=SCHEDULES[pipeline.schedule].v_shaped,
         layer_counts=given or even(layers, stages),
     )  # fmt: skip
 
@@ -86,17 +85,16 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:
     """Raise an error in terms of the configuration for what PyTorch's schedules would refuse later."""
     name, per_rank, microbatches = pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches
-    stages = ranks * per_rank
+    stages, facts = ranks * per_rank, SCHEDULES[name]
     rounds = max(1, microbatches // ranks)
     problem = ""
-    if name in _SINGLE and per_rank != 1:
-        problem = f"stages_per_rank is {per_rank}; allowed with {name}: 1 (use Interleaved1F1B for more)"
-    elif name in _V_SHAPED and per_rank != 2:
-        problem = f"stages_per_rank is {per_rank}; allowed with {name}: 2"
-    elif name in ("1F1B", "DualPipeV") and microbatches < stages:
+    if per_rank != (only := facts.stages_per_rank or per_rank):
+        more = " (use Interleaved1F1B for more)" if only == 1 else ""
+        problem = f"stages_per_rank is {per_rank}; allowed with {name}: {only}{more}"
+    elif facts.fills and microbatches < stages:
         allowed = f"at least as many as stages ({stages} on {ranks} ranks)"
         problem = f"microbatches is {microbatches}; allowed with {name}: {allowed}"
-    elif name in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
+    elif facts.in_rounds and microbatches % rounds:
         problem = (
             f"microbatches is {microbatches}; allowed with {name} on {ranks} ranks: a multiple of {ranks}, "
             f"or fewer than {2 * ranks}"

@@ -34,10 +34,9 @@ from lowbit_run.train.identity import changes_between, check_allowed, refuse, ru
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import check_lora, check_pretrained, check_stages, count_layers, hidden_size, vocabulary
 from lowbit_run.train.optim import check_torchao
+from lowbit_run.train.schedules import SCHEDULES
 from lowbit_run.train.tied import tied_codec
 from lowbit_run.train.weights import check_quantization
-
-_SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # the backward pass, in two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))
     schedule = config.pipeline.schedule
     # Before 2.13, PyTorch frees the saved tensors of a `torch.autograd.Function` between the two parts of a split pass.
-    if any(activations) and schedule in _SPLITTING and version() < (2, 13):
+    if any(activations) and SCHEDULES[schedule].splits and version() < (2, 13):
         raise ConfigError(
             f"pipeline.schedule is {schedule!r}; with activations.bits below 16 it needs PyTorch 2.13 or newer, here is"
             f" {torch.__version__}; allowed: a schedule without weight passes, such as 1F1B"
