@@ -53,12 +53,22 @@ class HookedStage(PipelineStage):
     def _run_pass(self, stages: "Sequence[HookedStage]", batch: Batch, body: Callable[[], None]) -> None:
         """Run a pass of all stages of this rank, ascending: `use` layouts, then call `body`, the schedule's part."""
 
+    def use(self, layouts: Sequence[Layouts]) -> None:
+        """Expect tensors of these layouts with each micro-batch from now on."""
+        self._layouts, self.chunks = layouts, len(layouts)
+        self.act_send_info = {i: [self.stage_index + 1] for i in range(len(layouts[0].outputs))}
+        # Since 2.12, `backward_one_chunk` reads the number of inputs.
+        if hasattr(self, "_stage_meta"):
+            self._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
+
     # Overrides of PyTorch's methods, in the order of a step.
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._handed_over.clear()
         self._whole.clear()
+        # No version of PyTorch gives a stage its schedule: the constructor of a schedule only sets `has_backward`, and
+        # `step` calls methods without itself. Only this frame has the schedule and its whole target.
         frame = sys._getframe(1)
         while not isinstance((step := frame.f_locals).get("self"), _PipelineSchedule):
             if (frame := frame.f_back) is None:
@@ -240,16 +250,6 @@ def _can_be_split(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
         if not ahead:
             return False
     return True
-
-
-def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
-    """Expect tensors of these layouts with each micro-batch from now on."""
-    stage._layouts = layouts
-    stage.chunks = len(layouts)
-    stage.act_send_info = {i: [stage.stage_index + 1] for i in range(len(layouts[0].outputs))}
-    # Since 2.12, `backward_one_chunk` reads the number of inputs.
-    if hasattr(stage, "_stage_meta"):
-        stage._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
 
 def _run_once(

@@ -119,6 +119,7 @@ class Lanes:
             micro_batches = range(len(self._routes[lane]))
             self.transport.expect(message for i in micro_batches for message in self._messages(lane, i))
         if not ahead:
+            self.changed = False  # the ranks have agreed on it
             self._expected = {key for key in self._expected if key[1:] != now}
             self.steps += configuration.training
 

@@ -114,9 +114,8 @@ class Passes:
         configuration, kind = self._agreed[number], (batch.training, batch.micro_batches)
         self._last[kind] = configuration, self._last.get(kind, (None, False))[0] is configuration
         for stage in self._stages:
-            hooks.use(stage, configuration.layouts[stage.stage_index])
+            stage.use(configuration.layouts[stage.stage_index])
             stage.lanes.use(configuration)
-            stage.lanes.changed = False
 
     def _end(self, batch: Batch, ahead: bool) -> None:
         for stage in self._stages:
