@@ -3,5 +3,6 @@
 COMMANDS = {
     "race": "benchmarks.race",
     "real": "benchmarks.real",
+    "saved": "benchmarks.saved",
 }
 """The module of each benchmark, which has its `COMMAND`."""

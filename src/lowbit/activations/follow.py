@@ -27,7 +27,7 @@ from lowbit.activations.checkpoint import first_pass
 from lowbit.activations.counting import uncompressed
 from lowbit.activations.functions import ActivationFunction, LinearFunction
 from lowbit.activations.gated.reference import TABLE
-from lowbit.activations.policy import LayerAware
+from lowbit.activations.policy import LOST, LayerAware, error_of_groups
 from lowbit.activations.recipes import (
     FEWEST,
     GatedOutput,
@@ -45,7 +45,7 @@ from lowbit.activations.recipes import (
     takes,
 )
 from lowbit.activations.sharded import on_shards
-from lowbit.codecs import Codec
+from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import FLOATS
 
 log = logging.getLogger(__name__)
@@ -71,10 +71,14 @@ def handles(*functions: Any) -> Callable[[Any], Any]:
 
 @dataclass
 class Shared:
-    """What the modules of one compressed model share. `looked`: names of modules after whose first pass it looked."""
+    """What the modules of one compressed model share.
+
+    `looked`: names of modules after whose first pass it looked. `lost`: norms whose format loses much, and how much.
+    """
 
     policy: LayerAware
     looked: set[str] = field(default_factory=set)
+    lost: dict[str, float] = field(default_factory=dict)
     _codecs: dict[tuple[str, str], Codec | None] = field(default_factory=dict)
 
     def codec(self, kind: str, name: str, x: Tensor | None = None) -> Codec | None:
@@ -86,6 +90,8 @@ class Shared:
             chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x)
             if chosen != codec:
                 log.info("%s has outliers: its input is saved as %r", name, chosen)
+            if kind == "norm" and isinstance(chosen, GroupInt) and (error := error_of_groups(x, chosen)) > LOST:
+                self.lost[name] = error
         return self._codecs[kind, name]
 
 
@@ -224,6 +230,8 @@ def _run(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
 def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     with Following():
         out = _run(module, layer, *args, **kwargs)
+    if layer.shared.lost:
+        _warn_of_lost(layer.shared)
     if module.training and layer.name not in layer.shared.looked:
         names = uncompressed(module, (args, kwargs), out)
         if names is not None:
@@ -231,6 +239,17 @@ def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> An
         if names:
             say_once(f"{type(module).__name__} saves whole tensors for backward in functions: {', '.join(names)}")
     return out
+
+
+def _warn_of_lost(shared: Shared) -> None:
+    """Say before the first step that a format spoils norms' inputs, from which most gradients follow."""
+    worst = max(shared.lost, key=shared.lost.__getitem__)
+    log.warning(
+        "saved inputs of %d norms lose %.0f %% and more of their channels' values (%s %.0f %%), next to channels that "
+        "are far larger: gradients of many weights will be wrong; allowed: norm=8, which examines outliers",
+        len(shared.lost), 100 * LOST, worst, 100 * shared.lost[worst],
+    )  # fmt: skip
+    shared.lost.clear()
 
 
 class Following(TorchFunctionMode):

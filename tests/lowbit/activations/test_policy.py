@@ -1,12 +1,14 @@
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lowbit.activations import LayerAware, compress_saved_
-from lowbit.activations.policy import WithRows, _error_of_groups, count_of, finer
+from lowbit.activations.policy import WithRows, count_of, error_of_groups, finer
 from lowbit.codecs import AQSGD, BlockFloat8, Codec, GroupInt
 from lowbit_run.train.config import METHODS, TrainConfig, from_mapping
 from tests.lowbit.activations.models import Runs, distance, gradients, hugging_face, loss_of, saved_bytes
@@ -132,7 +134,7 @@ def test_gradients_of_a_norm_with_a_sink(norm: Any, dtype: torch.dtype):
 
 def test_a_sink_spoils_neither_the_bits_nor_the_weight_of_a_norm():
     x = with_sinks(0)
-    assert _error_of_groups(x, 64) > 0.1  # it would take 12.75 bits for all tokens
+    assert error_of_groups(x, INT8) > 0.1  # it would take 12.75 bits for all tokens
     policy = LayerAware()
     assert policy.for_outliers("norm", INT8, x) == WithRows(inner=INT8)
     assert policy.for_outliers("norm", INT8, x[:1, :1]) == finer(INT8)  # too few to say
@@ -188,6 +190,25 @@ def test_outlier_channels_are_found_at_the_first_step(norm: Any):
     assert far < 0.02
     usual, _ = errors(block(norm), LayerAware(**exact), inputs(ratio=1.0))
     assert usual < 0.01  # 8 bits in groups, as without outliers
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_format_that_spoils_gradients_says_so_before_the_first_step(
+    caplog: pytest.LogCaptureFixture, checkpointed: bool
+):
+    """As 4 bits do with pretrained models: their norms' inputs have channels that are far larger than the others."""
+    for policy, ratio in ((LayerAware.published(), 1.0), (LayerAware(), 300.0), (LayerAware(norm=16), 300.0)):
+        model = block()
+        compress_saved_(model, policy)
+        model(inputs(ratio=ratio)).sum()
+    assert "gradients" not in caplog.text
+    two = nn.Sequential(block(), block())
+    compress_saved_(two, LayerAware.published())
+    for _ in range(2):
+        x = inputs(ratio=300.0)
+        (checkpoint(two, x, use_reentrant=False) if checkpointed else two(x)).sum()
+    [line] = [record.message for record in caplog.records if "gradients" in record.message]
+    assert re.search(r"inputs of 2 norms lose 30 % and more .*\([01]\.norm \d\d %\)", line)
 
 
 def test_the_first_input_decides():

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_report, real
+from benchmarks import gpu_report, real, saved
 from benchmarks.marks import replaced
 from benchmarks.race import COMMAND, RaceBenchmark, Racer, rows_of
 from benchmarks.real import RealBenchmark
+from benchmarks.saved import SavedBenchmark
 from lowbit_lab.bench.runs import seconds_until
 from lowbit_lab.network import Link
 from lowbit_run.config import ConfigError
@@ -93,6 +94,17 @@ def test_exact_boundaries_of_a_real_model_cost_nothing_and_few_bits_something(mo
         assert all(row["perplexity"] == exact["perplexity"] for row in (cold, warm, coarse))
         assert 30 < exact["bits_forward"] < 34
         assert coarse["bits_forward"] < 5
+
+
+def test_gradients_of_a_real_model_err_more_in_fewer_bits(model: Path):
+    with pytest.raises(ConfigError, match="methods has 'int3'; allowed: default, "):
+        SavedBenchmark(models=(str(model),), methods=("int3",))
+    settings = SavedBenchmark(models=(str(model),), methods=("default", "agoq"), tokens=64, windows=2)
+    ours, published = run(saved.COMMAND, settings).rows
+    assert 0 < ours["error"] < 0.03 < published["error"] < 0.5
+    assert ours["norm"] < published["norm"]
+    assert 0 < ours["saved"] < published["saved"] < 1  # which leaves attention as it is
+    assert "norm" in ours["name"]
 
 
 @pytest.mark.parametrize(

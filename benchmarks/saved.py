@@ -1,0 +1,131 @@
+"""`python -m benchmarks saved`: gradient errors of pretrained models whose saved activations are in few bits."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.real import Reading, RealBenchmark, Window, model_loss
+from lowbit.activations import compress_saved_
+from lowbit.activations.counting import counted
+from lowbit_lab.bench.settings import Names
+from lowbit_lab.bench.training import POLICIES
+from lowbit_run.config import ConfigError, Positive, section
+from lowbit_run.report import Column, Command, Row, Table
+from lowbit_run.train.pretrained import check_files
+
+
+@section()
+class SavedBenchmark:
+    """Models, policies and text."""
+
+    models: Names
+    """Folders of causal language models in Hugging Face format, such as those of `make real-models`."""
+    methods: Names = ("default", "norm-8", "agoq")
+    """Policies for saved activations: default, norm-8, agoq (as published), attention-8, uniform."""
+    text: tuple[str, ...] = ()
+    """Files to take windows from. If omitted, Python's language reference."""
+    tokens: Positive = 256
+    """Tokens of a window."""
+    windows: Positive = 4
+    """Windows, each a step of its own. The first decides what outliers there are."""
+    threads: Positive = 1
+    """Threads of this process."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in POLICIES:
+                raise ConfigError(f"methods has {method!r}; allowed: {', '.join(POLICIES)}")
+
+
+def measure(settings: SavedBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Compare gradients with those of the same model whose activations are saved in full.
+
+    Yields:
+        Rows: `model`, `method`, `saved_bytes` (by autograd for a window, without weights), `saved` (of what PyTorch
+        keeps), `error` (of all gradients, |g' - g| / |g|, mean over windows), `error_error` (its standard error),
+        `norm` (the same of the worst norm's weight, its mean), and `name` of that norm.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    for folder in settings.models:
+        check_files(folder, "model")
+    torch.set_num_threads(settings.threads)
+    rows: list[Row] = []
+    for folder in settings.models:
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+        real = RealBenchmark(models=(folder,), text=settings.text, tokens=settings.tokens)
+        windows = Reading(tokenizer, "text", real).held_out[: settings.windows]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local).train()
+        exact = [_gradients(model, window) for window in windows]
+        for method in settings.methods:
+            coded = copy.deepcopy(model)
+            compress_saved_(coded, POLICIES[method])
+            about = {"model": Path(folder).name, "method": method}
+            rows.append({**about, **_compared(exact, [_gradients(coded, window) for window in windows])})
+            yield list(rows)
+
+
+Step = tuple[int, dict[str, Tensor]]
+"""Bytes that autograd kept, and the gradients."""
+
+
+def _gradients(model: Any, window: Window) -> Step:
+    model.zero_grad()
+    with counted(model) as saved:
+        loss = model_loss(model, window)
+        kept = saved.total
+        loss.backward()
+    return kept, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _compared(exact: Sequence[Step], coded: Sequence[Step]) -> Row:
+    errors = [_errors(a, b) for (_, a), (_, b) in zip(exact, coded, strict=True)]
+    norms = {name: statistics.fmean(each[name] for each in errors) for name in errors[0] if "norm" in name}
+    alls, worst = [each[""] for each in errors], max(norms, key=lambda name: norms[name])
+    return {
+        "saved_bytes": coded[-1][0], "saved": coded[-1][0] / exact[-1][0],
+        "error": statistics.fmean(alls), "error_error": statistics.stdev(alls) / len(alls) ** 0.5 if alls[1:] else 0.0,
+        "norm": norms[worst], "name": worst.removesuffix(".weight"),
+    }  # fmt: skip
+
+
+def _errors(exact: Mapping[str, Tensor], coded: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative error of each weight's gradient; "": of all together."""
+    apart = {name: float((coded[name] - grad).double().square().sum()) for name, grad in exact.items()}
+    sizes = {name: float(grad.double().square().sum()) for name, grad in exact.items()}
+    found = {name: (apart[name] / size) ** 0.5 for name, size in sizes.items() if size}
+    return {**found, "": (sum(apart.values()) / sum(sizes.values())) ** 0.5}
+
+
+COMMAND = Command(
+    name="benchmarks saved",
+    summary="Gradient errors of pretrained models whose saved activations are in few bits.",
+    examples=("python -m benchmarks saved runs/real-models/smollm2,runs/real-models/gemma3 --json saved.json",),
+    settings=SavedBenchmark,
+    measure=measure,
+    tables=[
+        Table(
+            title="Gradients of pretrained models with saved activations in few bits",
+            columns=[
+                Column("model", "model"),
+                Column("method", "method"),
+                Column("saved\nMB", "saved_bytes", lambda n: f"{n / 1e6:.1f}"),
+                Column("of\nPyTorch's", "saved", "{:.0%}"),
+                Column("error of\nall gradients", "error", "{:.4f}"),
+                Column("±", "error_error", "{:.4f}"),
+                Column("worst\nnorm", "norm", "{:.3f}"),
+                Column("its name", "name"),
+            ],
+        ),
+    ],
+    charts=[],
+)
