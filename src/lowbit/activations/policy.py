@@ -272,7 +272,7 @@ class LayerAware:
         and uncompressed inputs of linear layers with fewer than `smallest` elements. For the paper's bits by pipeline
         stage, `lowbit plan memory` writes a `LayerPlan` whose `policy` does not code attention either.
         """
-        return cls(bits=4, norm=4, attention=WHOLE)
+        return cls(bits=4, norm=4, attention=WHOLE, outliers=False)
 
     def bits_of(self, kind: str, name: str = "") -> Format:
         """Bits or codec of a layer type ("norm", "mlp", "linear", "attention") in the module of this name.

@@ -305,8 +305,9 @@ class RunConfig:
     """Folder for metrics, checkpoints and the trained model."""
     method: Method = "none"
     """A published method as a whole. agoq: AGoQ (arXiv 2605.00539). It sets `activations` to 4 bits for everything
-    except attention, which is not coded (or to the bits by stage of `activations.plan`), `gradients.storage` and
-    `gradients.all_reduce` to fp8, and `optimizer.states` to 8bit. Do not set these as well."""
+    except attention, which is not coded, and up to 8 on ranks that hold fewer micro-batches than others (or to the bits
+    by stage of `activations.plan`), `gradients.storage` and `gradients.all_reduce` to fp8, and `optimizer.states` to
+    8bit. Do not set these as well."""
     steps: Positive = 200
     """Optimizer steps."""
     seed: NonNegative = 0

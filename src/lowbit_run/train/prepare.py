@@ -13,7 +13,13 @@ from lowbit.collectives.reduce import check_summable
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.wire.pytorch import version
 from lowbit_run.config import ConfigError
-from lowbit_run.train.activations import Policies, StageOfPlan, planned_settings, saved_policies
+from lowbit_run.train.activations import (
+    Policies,
+    StageOfPlan,
+    bits_by_stage,
+    planned_settings,
+    saved_policies,
+)
 from lowbit_run.train.boundaries import Codecs, codec_of, make_codecs
 from lowbit_run.train.checkpoints.manifest import (
     FOLDER,
@@ -98,7 +104,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     check_quantization(config)
     data = _load(config, recorded(config.run)[0])
     vocab = vocabulary(config.model, data.tokenizer.size)
-    activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))
+    activations = _policies(config, layout, vocab)
     schedule = config.pipeline.schedule
     # Before 2.13, PyTorch frees the saved tensors of a `torch.autograd.Function` between the two parts of a split pass.
     if any(activations) and SCHEDULES[schedule].splits and version() < (2, 13):
@@ -106,19 +112,10 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
             f"pipeline.schedule is {schedule!r}; with activations.bits below 16 it needs PyTorch 2.13 or newer, here is"
             f" {torch.__version__}; allowed: a schedule without weight passes, such as 1F1B"
         )
-    if config.run.method == "agoq" and config.activations.plan:
-        if any(isinstance(policy, StageOfPlan) for policy in activations):
-            raise ConfigError(
-                f"activations.plan is {config.activations.plan!r}, a plan by layer, and run.method is agoq; "
-                "allowed: a plan by stage, which leaves attention as it is"
-            )
-        # Without lowbit's own outliers in 8-bit norms.
-        policies = [policy for policy in activations if not isinstance(policy, StageOfPlan)]
-        activations = tuple(policy and replace(policy, outliers=False) for policy in policies)
     check_memory(
         config, layout, ranks=ranks, vocab=vocab, device=device, autocast=choose_autocast(config.run.precision, device)
     )
-    identity = run_identity(config, data=data, vocab=vocab)
+    identity = run_identity(config, data=data, vocab=vocab, stages=layout.stages)
     check_allowed(config.run.allow_change, identity)
     if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together
         _check_resume(config, identity)
@@ -126,6 +123,23 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
         config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
         tied_rows=tied_rows, data=data, vocab=vocab, device=device, backend=backend, identity=identity,
     )  # fmt: skip
+
+
+def _policies(config: TrainConfig, layout: PipelineLayout, vocab: int) -> Policies:
+    saved, settings = config.activations, planned_settings(config, layout, vocab)
+    if config.run.method != "agoq":
+        return saved_policies(saved, layout.stages, settings)
+    if not saved.plan:
+        bits = bits_by_stage(config, layout)
+        saved = replace(saved, bits=bits, norm=bits)
+    policies = saved_policies(saved, layout.stages, settings)
+    by_stage = [policy for policy in policies if not isinstance(policy, StageOfPlan)]
+    if len(by_stage) < len(policies):
+        raise ConfigError(
+            f"activations.plan is {saved.plan!r}, a plan by layer, and run.method is agoq; "
+            "allowed: a plan by stage, which leaves attention as it is"
+        )
+    return tuple(policy and replace(policy, outliers=False) for policy in by_stage)  # which are ours, not the paper's
 
 
 def _load(config: TrainConfig, date: str) -> Data:
@@ -136,7 +150,8 @@ def _load(config: TrainConfig, date: str) -> Data:
 def on_date(prepared: Prepared, date: str) -> Prepared:
     """Return a prepared run with the text that the chat template writes on another day."""
     data = _load(prepared.config, date)
-    return replace(prepared, data=data, identity=run_identity(prepared.config, data=data, vocab=prepared.vocab))
+    identity = run_identity(prepared.config, data=data, vocab=prepared.vocab, stages=prepared.layout.stages)
+    return replace(prepared, data=data, identity=identity)
 
 
 def _check_codec(name: str, codec: Codec, shape: tuple[int, ...] | None, warmup_steps: int) -> None:

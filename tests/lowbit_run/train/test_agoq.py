@@ -1,6 +1,7 @@
 """`run.method = "agoq"`: saved activations, gradients and optimizer of AGoQ in one setting."""
 
 import importlib.util
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,33 @@ def test_a_plan_gives_the_bits_of_each_stage(tmp_path: Path, without_torchao: li
     LayerPlan(stages=stages, made_for=made_for).write(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match=r"a plan by layer, and run\.method is agoq; allowed: a plan by stage"):
         prepare(planned, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "bits"),
+    [
+        ({"ranks": 2, "microbatches": 4}, (4, 8)),
+        ({"ranks": 4, "microbatches": 8}, (4, 5, 8, 8)),
+        ({"ranks": 4, "microbatches": 8, "layers": [1, 3, 2, 2]}, (8, 4, 8, 8)),
+        ({"ranks": 4, "microbatches": 8, "schedule": "GPipe"}, (4, 4, 4, 4)),
+        ({"ranks": 2, "stages_per_rank": 2, "microbatches": 4, "schedule": "Interleaved1F1B"}, (4, 7, 4, 7)),
+    ],
+    ids=str,
+)
+def test_ranks_that_hold_less_save_more_bits(
+    tmp_path: Path, without_torchao: list[Any], pipeline: dict[str, Any], bits: tuple[int, ...]
+):
+    """No rank's inputs take more than those of the fullest rank in 4 bits."""
+    config = agoq(tmp_path, pipeline={"schedule": "1F1B", **pipeline}, model={"layers": 8})
+    prepared = prepare(config, ranks=pipeline["ranks"])
+    assert prepared.identity["activations.bits"] == "by stage"
+    found = [policy.bits_of("norm") for policy in prepared.activations if isinstance(policy, LayerAware)]
+    assert tuple(found) == bits
+    for policy, kind in itertools.product(prepared.activations, ("mlp", "linear")):
+        assert isinstance(policy, LayerAware)
+        assert policy.bits_of(kind) == policy.bits_of("norm")
+        assert policy.bits_of("attention") == 16
+        assert not policy.outliers
 
 
 def test_without_torchao_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
