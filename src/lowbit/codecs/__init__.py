@@ -11,6 +11,7 @@ from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.codecs.names import parse, parse_pair
 from lowbit.codecs.tah_quant.codec import TAHQuant
 from lowbit.codecs.transform_quant.codec import TransformQuant
+from lowbit.codecs.transform_quant.rates import RateGoal
 
 __all__ = [
     "AQSGD",
@@ -20,6 +21,7 @@ __all__ = [
     "CodecError",
     "FeatureInt",
     "GroupInt",
+    "RateGoal",
     "Session",
     "StatefulCodec",
     "Summable",

@@ -30,14 +30,12 @@ class Codec(ABC):
         is_plain: whether numbers are sent unchanged. Gradients are then sent the same way by default.
         stateful: whether it works only through sessions, which keep state between messages.
         needs_key: whether sessions need the ids of the samples (`Session.samples`).
-        settled: False while a parameter must still be chosen from data.
     """
 
     payload_version: ClassVar[int] = 1
     is_plain: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
     needs_key: ClassVar[bool] = False
-    settled: ClassVar[bool] = True
 
     @abstractmethod
     def format_nbytes(self, shape: Sequence[int]) -> int:
@@ -139,14 +137,14 @@ class Codec(ABC):
         return Session(self, torch.Size(shape), dtype, torch.device(device))
 
     def _fill(self, x: Tensor, payload: Tensor) -> None:
-        """`_encode` with any strides."""
+        """Make the input contiguous, then call `_encode`."""
         target = payload.contiguous()
         self._encode(x.contiguous(), target)
         if target is not payload:
             payload.copy_(target)
 
     def _restore(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        """`_decode` with any strides."""
+        """Call `_decode`, and copy its result to `out` if that is not contiguous."""
         target = out.contiguous()
         self._decode(payload.contiguous(), target, accumulate)
         if target is not out:
@@ -293,31 +291,6 @@ class StatefulCodec(Codec):
 
     @abstractmethod
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session: ...
-
-    def choose(self, x: Tensor, gradient: Tensor | None = None, part: float = 1.0, *, backward: bool = False) -> int:
-        """Return the parameter to use for tensors like `x`, or 0 if nothing is open.
-
-        Args:
-            x: a message's activations, or gradients if nothing else is given. The other arguments are given only if
-                `wanted_nats` is a number.
-            gradient: gradient of the loss with respect to these activations.
-            part: share of `wanted_nats` for this tensor.
-            backward: whether gradients like this one are to be sent, not activations.
-        """
-        return 0
-
-    def settle(self, choice: int) -> "StatefulCodec":
-        """Return the codec with this choice made; a settled codec returns itself."""
-        return self
-
-    @property
-    def wanted_nats(self) -> float | None:
-        """Allowed increase of the loss by the coded activations of all boundaries, in nats; None: no goal is set."""
-        return None
-
-    def raised(self, choice: int, bits: float) -> int:
-        """Return the choice for `bits` more per element; a format without rates returns `choice` itself."""
-        return choice
 
     def shared_by(self, shape: Sequence[int]) -> int | None:
         """Return a key: sessions of shapes with equal keys share state. None: only equal shapes do."""

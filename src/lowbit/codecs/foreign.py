@@ -14,11 +14,6 @@ from lowbit.codecs.base import Codec, Session, StatefulCodec
 
 T = TypeVar("T")
 
-CHOICE = "choice"
-"""Key, in a saved state, of a parameter that was chosen from data; a session's own state must not have it."""
-PROPOSAL = "proposal"
-"""Key of such a parameter that the sender has not announced yet."""
-
 DIGEST = "digest"
 _BY_DIGEST = "messages", DIGEST
 
@@ -85,8 +80,8 @@ def check_state(state: object) -> str:
     if not isinstance(state, Mapping):
         return f"{type(state).__name__}; allowed: a dictionary"
     for key, value in state.items():
-        if not isinstance(key, str) or not key or "/" in key or key in (CHOICE, PROPOSAL):
-            return f"the key {key!r}; allowed: texts without '/', other than {CHOICE!r} and {PROPOSAL!r}"
+        if not isinstance(key, str) or not key or "/" in key:
+            return f"the key {key!r}; allowed: texts without '/'"
         if not isinstance(value, _VALUES) or (isinstance(value, Tensor) and value.layout != torch.strided):
             return f"{type(value).__name__} under {key!r}; allowed: tensors, numbers and texts"
     return ""

@@ -25,6 +25,8 @@ import torch
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import backward_codec
+from lowbit.codecs.transform_quant.codec import TransformQuant
+from lowbit.codecs.transform_quant.rates import RateGoal
 from lowbit.escape import shown
 
 PAIR = " / "
@@ -112,6 +114,24 @@ def parse(text: str) -> Codec:
     return codec
 
 
+def parse_goal(text: str) -> RateGoal | None:
+    """Return the goal of "TransformQuant(bits='auto', nats=0.005)"; None if the text does not leave a rate open.
+
+    Raises:
+        ValueError: invalid arguments.
+    """
+    try:
+        node = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != TransformQuant.__name__:
+        return None
+    others = [keyword for keyword in node.keywords if ast.unparse(keyword) != "bits='auto'"]
+    if len(others) == len(node.keywords):
+        return None
+    return _build(ast.Call(node.func, node.args, others), text, RateGoal)
+
+
 def _short_names() -> list[str]:
     return [*short_names(), *(point.name for point in outside())]
 
@@ -120,10 +140,10 @@ def _class_names() -> list[str]:
     return [*classes(), *(point.attr for point in outside() if point.attr[:1].isupper())]
 
 
-def _build(node: ast.Call, text: str) -> Codec:
+def _build(node: ast.Call, text: str, kind: type | None = None) -> Any:
     name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
-    factory = named(name) if name.isidentifier() else None
-    if not isinstance(factory, type) or not issubclass(factory, Codec) or node.args:
+    factory = kind or (named(name) if name.isidentifier() else None)
+    if not isinstance(factory, type) or not issubclass(factory, kind or Codec) or node.args:
         raise ValueError(f"codec is {shown(text)}; allowed: {', '.join(_class_names())} with keyword arguments")
     parameters = inspect.signature(factory).parameters
     known, any_name = list(parameters), any(each.kind is each.VAR_KEYWORD for each in parameters.values())

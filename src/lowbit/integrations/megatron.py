@@ -113,7 +113,6 @@ class LowBitP2PCommunicator(_p2p.P2PCommunicator):
             if not isinstance(codec, Codec):
                 raise TypeError(f"{name} is {shown(codec)}; allowed: a codec such as lowbit.codecs.TransformQuant()")
             for fact, problem in {
-                "chooses a parameter in a warm-up, which Megatron's schedules do not have": not codec.settled,
                 "needs the ids of samples, which Megatron's schedules do not pass on": codec.needs_key,
                 f"keeps state between messages, and there are {stages} virtual stages": codec.stateful and stages > 1,
                 shapes: codec.stateful and varying,

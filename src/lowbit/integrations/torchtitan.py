@@ -27,7 +27,7 @@ from lowbit.escape import shown
 from lowbit.gradients import LowBitReduceScatter
 from lowbit.integrations import EngineError, engine
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.arguments import Codecs, check_numbers, check_warm_up, default_backward
+from lowbit.pipeline.arguments import Codecs, check_numbers, default_backward
 from lowbit.wire.checksum import check_checksums
 
 __all__ = ["LowBitConfig", "low_bit", "parallelize_fn", "pipelining_fn"]
@@ -90,7 +90,6 @@ class LowBitConfig:
                             f"{name} is {codec}, which needs the ids of samples, and TorchTitan's loop has none; "
                             "allowed: formats without, such as TransformQuant()"
                         )
-                check_warm_up(name, codecs, self.warmup_steps)
         if self.gradients is not None:
             self.reduce_scatter()
         if not isinstance(self.activations, LayerAware | None):

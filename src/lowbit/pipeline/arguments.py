@@ -1,6 +1,5 @@
 """Arguments that a pipeline and its emulation share: formats, warm-up, sample ids; and the kinds of steps."""
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs.base import Codec, StatefulCodec
+from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int, check_timeout
 from lowbit.codecs.defaults import backward_codec
 from lowbit.escape import shown
@@ -25,46 +24,11 @@ class StepKind:
         training: False in an evaluation pass.
         full_precision: True during the warm-up, when everything travels in its own dtype.
         samples: sample ids of each micro-batch, for codecs that need them.
-        settling: this is the last step of the warm-up, in which senders choose open parameters of their codecs.
-        looking: this is the step before it, in which senders whose codec has a goal in loss look at gradients.
     """
 
     training: bool = True
     full_precision: bool = False
     samples: Sequence[Sequence[int]] = ()
-    settling: bool = False
-    looking: bool = False
-
-    @classmethod
-    def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> "StepKind":
-        """Return the kind of a training step, or of an evaluation pass, that follows `step` training steps."""
-        left = warmup_steps - step if training else 0
-        return cls(training, step < warmup_steps, settling=left == 1, looking=left == 2)
-
-    @property
-    def phase(self) -> int:
-        """Kind of the messages: 0 at full precision, 1 at full precision with the senders' choices, 2 coded."""
-        return 1 if self.settling else 0 if self.full_precision else 2
-
-
-def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str = "") -> None:
-    """Raise a ValueError, which names `prefix`warmup_steps, if a codec needs a longer warm-up."""
-    for codec in codecs.values() if isinstance(codecs, Mapping) else (codecs,):
-        by_loss = isinstance(codec, StatefulCodec) and codec.wanted_nats is not None
-        if isinstance(codec, Codec) and not codec.settled and warmup_steps < 1 + by_loss:
-            which = "last two of these steps, by gradients" if by_loss else "last of these steps"
-            raise ValueError(
-                f"{prefix}warmup_steps is {warmup_steps}, and {argument} has {codec}, which chooses a parameter in the "
-                f"{which}; allowed: at least {1 + by_loss}"
-            )
-
-
-def check_raise(bits: object, in_warmup: bool) -> None:
-    """Raise a ValueError unless rates can be raised by `bits` now."""
-    if not isinstance(bits, int | float) or isinstance(bits, bool) or not 0 < bits < math.inf:
-        raise ValueError(f"bits is {shown(bits)}; allowed: a number above 0")
-    if in_warmup:
-        raise ValueError("rates cannot be raised before they are chosen; allowed: once the warm-up is over")
 
 
 def default_backward(forward: Codecs) -> Codecs:

@@ -14,7 +14,7 @@ from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.escape import shown
 from lowbit.pipeline import arguments
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
-from lowbit.pipeline.boundary import Direction, Lane, Look, Slot, States
+from lowbit.pipeline.boundary import Direction, Lane, Slot, States
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 
@@ -47,8 +47,7 @@ def emulate_(
         forward: format of activations: one codec, or a mapping from the position in `at`.
         backward: format of gradients, likewise; None: the default for the format of activations.
         warmup_steps: number of training steps that are not coded; `Emulation.step` counts them, as `LowBitStage` counts
-            calls of `schedule.step`. At least 1 for a codec with an open parameter, such as
-            `TransformQuant(bits="auto")`, which is chosen in the last of them.
+            calls of `schedule.step`.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
 
@@ -69,11 +68,9 @@ def emulate_(
     codecs = [
         (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at))) for i in range(len(at))
     ]
-    arguments.check_warm_up("forward", forward, warmup_steps)
-    arguments.check_warm_up("backward", backward, warmup_steps)
     emulation = Emulation(warmup_steps, in_evaluation)
     for boundary, (name, pair) in enumerate(zip(at, codecs, strict=True)):
-        emulation._insert(modules[name], boundary, len(at), *pair)
+        emulation._insert(modules[name], boundary, *pair)
     return emulation
 
 
@@ -114,37 +111,15 @@ class Emulation:
         """Bytes that the codecs of both ends of all boundaries keep between steps."""
         return sum(states.nbytes() for pair in self._pairs for states in pair.every_state())
 
-    def chosen(self) -> dict[str, Codec]:
-        """Return the codecs that the warm-up settled, by boundary, direction and tensor; see `LowBitStage.chosen`."""
-        return {
-            f"{pair.name}, {tensor}": codec
-            for pair in self._pairs
-            for sender, _ in pair.lanes.values()
-            for tensor, codec in sender.states.chosen().items()
-        }
-
-    def raise_rates(self, bits: float) -> None:
-        """Raise the rates that the warm-up chose by `bits` per element, as `LowBitStage.raise_rates` does.
-
-        Raises:
-            ValueError: not a number above 0, or the warm-up is not over.
-        """
-        arguments.check_raise(bits, self._steps < self._warmup_steps)
-        for pair in self._pairs:
-            for states in pair.every_state():
-                states.raise_rates(bits)
-
     def remove(self) -> None:
         """Take the codecs out of the model again."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _insert(self, module: nn.Module, boundary: int, boundaries: int, forward: Codec, backward: Codec) -> None:
-        look = Look(boundaries)
-        look.learned = [[0]]
-        activations = _LanePair(boundary, "forward", forward, self.traffic, look)
-        gradients = _LanePair(boundary, "backward", backward, self.traffic, look)
-        recomputed = _LanePair(boundary, "forward", forward, Traffic(), look)
+    def _insert(self, module: nn.Module, boundary: int, forward: Codec, backward: Codec) -> None:
+        activations = _LanePair(boundary, "forward", forward, self.traffic)
+        gradients = _LanePair(boundary, "backward", backward, self.traffic)
+        recomputed = _LanePair(boundary, "forward", forward, Traffic())
         self._pairs += [activations, gradients]
 
         place: _Path = ()
@@ -153,7 +128,7 @@ class Emulation:
             nonlocal place
             if not module.training and not self._in_evaluation:
                 return output
-            step = StepKind.numbered(self._steps, self._warmup_steps, training=module.training)
+            step = StepKind(module.training, self._steps < self._warmup_steps)
             if self._samples is not None:
                 step = replace(step, samples=[self._samples])
             recomputing = torch._C._current_graph_task_id() != -1  # autograd runs in this thread
@@ -165,7 +140,7 @@ class Emulation:
                 )
             pair = recomputed if recomputing else activations
             place = _place_of_activation(output, place)
-            return _changed(output, place, lambda x: _Crossing.apply(x, pair, gradients, step, look))
+            return _changed(output, place, lambda x: _Crossing.apply(x, pair, gradients, step))
 
         self._handles.append(module.register_forward_hook(hook))
 
@@ -173,31 +148,27 @@ class Emulation:
 class _LanePair:
     """Both ends of one direction of a boundary, on each device that uses it."""
 
-    def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic, look: Look) -> None:
-        self.name, self._look = f"boundary {boundary} {direction}", look
-        self._args = boundary, direction, codec
-        self._codec, self._traffic = codec, traffic
+    def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
+        self._args: tuple[int, Direction, Codec] = boundary, direction, codec
+        self._traffic = traffic
         self.lanes: dict[torch.device, list[Lane]] = {}  # sender and receiver, by device
 
     def carry(self, x: Tensor, step: StepKind, note: Tensor | None = None) -> Tensor:
         """Return `x` as it arrives at the other end. note: see `Lane.encode`."""
-        sender, receiver = self._ends(x, step)
+        sender, receiver = self._ends(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x, note=note), out)
         return out
 
-    def observe(self, x: Tensor, step: StepKind) -> Tensor | None:
-        return self._ends(x, step)[0].observe(0, 0, x)
+    def observe(self, x: Tensor) -> Tensor | None:
+        return self._ends(x)[0].observe(0, 0, x)
 
-    def _ends(self, x: Tensor, step: StepKind) -> list[Lane]:
+    def _ends(self, x: Tensor) -> list[Lane]:
         if x.device not in self.lanes:
-            ends = [Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for _ in range(2)]
-            for lane in ends:
-                self._look.add(self._codec, lane.states, backward=lane.direction == "backward")
-            self.lanes[x.device] = ends
+            self.lanes[x.device] = [Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for _ in range(2)]
         ends, slots = self.lanes[x.device], [Slot(x.shape, x.dtype)]
         for lane in ends:
-            lane.prepare(slots, step)
+            lane.prepare(slots)
             lane.use([slots])
         return ends
 
@@ -209,23 +180,18 @@ class _Crossing(torch.autograd.Function):
     """Passes a tensor to the next stage, and its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: StepKind, look: Look) -> Any:
-        ctx.activations, ctx.gradients, ctx.step, ctx.look = activations, gradients, step, look
-        if step.looking:
-            ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: StepKind) -> Any:
+        ctx.activations, ctx.gradients, ctx.step = activations, gradients, step
         arrived = activations.carry(x, step)
-        ctx.note = gradients.observe(arrived, step) if step.training and ctx.needs_input_grad[0] else None
+        ctx.note = gradients.observe(arrived) if step.training and ctx.needs_input_grad[0] else None
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         arrived = ctx.gradients.carry(grads[0], ctx.step, ctx.note)
         if ctx.step.training:
-            ctx.activations.observe(arrived, ctx.step)
-        if ctx.step.looking:  # batches may have their backward in any order
-            ctx.look.activations(0, 0, ctx.saved_tensors[0])
-            ctx.look.gradient(0, 0, grads[0])
-        return arrived, None, None, None, None
+            ctx.activations.observe(arrived)
+        return arrived, None, None, None
 
 
 _Path = tuple[Any, ...]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowbit.escape import printable
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
-from lowbit.pipeline.boundary import Direction, Lane, Look, Slot
+from lowbit.pipeline.boundary import Direction, Lane, Slot
 from lowbit.pipeline.layouts import Batch, Configuration, Constant, Layouts
 from lowbit.pipeline.transport import Transport
 from lowbit.wire.failure import FailureBoard
@@ -38,21 +38,22 @@ class Lanes:
         self.peers: Mapping[int, int] = {}
         self.set_codecs(forward, backward)
 
-    def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
+    def set_codecs(self, forward: Codecs, backward: Codecs, *, keep_state: bool = False) -> None:
         lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
-        looks: dict[int, Look] = {}  # by boundary
         directions: list[tuple[Direction, Codecs]] = [("forward", forward), ("backward", backward)]
         for boundary in range(max(0, self._stage - 1), min(self._stage, self._stages - 2) + 1):
-            look = looks[boundary] = Look(self._stages - 1)
             for direction, codecs in directions:
                 codec = codec_at(direction, codecs, boundary, self._stages - 1)
                 outgoing = (direction == "forward") == (boundary == self._stage)
                 traffic, overhead = self.transport.traffic, self.transport.overhead
-                lanes[direction, outgoing] = Lane(boundary, direction, codec, self._device, traffic, overhead, look)
-        self._lanes, self._looks, self.changed = lanes, looks, True
+                lane = lanes[direction, outgoing] = Lane(boundary, direction, codec, self._device, traffic, overhead)
+                if keep_state:
+                    lane.states.load_state_dict(self._lanes[direction, outgoing].states.state_dict())
+        self._lanes, self.changed = lanes, True
+        self._learned: dict[int, list[list[int]]] = {}  # by boundary and micro-batch: tensors that get gradients
         self._routes: dict[Lane, list[list[Route]]] = {}  # of this pass, by micro-batch and tensor
         self._notes: dict[tuple[int, int], Tensor] = {}  # for gradients to send, by tensor and micro-batch
-        self._expected: set[tuple[Direction, int, int]] = set()  # posted receives: direction, configuration, phase
+        self._expected: set[tuple[Direction, int, bool]] = set()  # posted receives: direction, configuration, coded
 
     def begin(
         self, board: FailureBoard, number: int, batch: Batch, peers: Mapping[int, int], ranks: Sequence[str]
@@ -63,7 +64,7 @@ class Lanes:
             lane.states.end_step()  # before other streams of a GPU wait for this one
         self.transport.begin(board, number)
         self.peers, self._ranks = peers, ranks
-        self._step = StepKind.numbered(self.steps, self.warmup_steps, training=batch.training)
+        self._step = StepKind(batch.training, self.steps < self.warmup_steps)
         self._title = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
         if not batch.training:
             return
@@ -86,7 +87,7 @@ class Lanes:
             for first, layouts in variants.items():
                 slots = self._slots(lane, layouts, training)
                 try:
-                    lane.prepare(slots, self._step)
+                    lane.prepare(slots)
                     lane.warm_up(slots)  # before any rank waits for a message
                     which = f" of micro-batch {first}" if len(variants) > 1 else ""
                     facts |= {f"{name}{which}": fact for name, fact in lane.facts(slots).items()}
@@ -104,12 +105,12 @@ class Lanes:
         the next pass of this one: each configuration has its own tags.
         """
         if ahead:
-            self._step = StepKind.numbered(self.steps, self.warmup_steps, training=configuration.training)
+            self._step = StepKind(configuration.training, self.steps < self.warmup_steps)
         layouts = configuration.layouts[self._stage]
-        for boundary, look in self._looks.items():
+        for boundary in (self._stage - 1, self._stage):
             crossing = [each.outputs if boundary == self._stage else each.inputs for each in layouts]
-            look.learned = [[i for i, x in enumerate(each) if x.requires_grad] for each in crossing]
-        now = configuration.number, self._step.phase
+            self._learned[boundary] = [[i for i, x in enumerate(each) if x.requires_grad] for each in crossing]
+        now = configuration.number, not self._step.full_precision
         for (direction, outgoing), lane in self._lanes.items():
             lane.use([self._slots(lane, each, configuration.training) for each in layouts])
             self._routes[lane] = self._routes_of(lane, outgoing, configuration)
@@ -147,19 +148,13 @@ class Lanes:
 
     def _observe(self, direction: Direction, index: int, micro_batch: int, tensor: Tensor) -> None:
         if direction == "backward":
-            sent = self._looks[self._stage].learned[micro_batch][index]
+            sent = self._learned[self._stage][micro_batch][index]
             self._lanes["forward", True].observe(sent, micro_batch, tensor)
-        elif self._step.training and index in (learned := self._looks[self._stage - 1].learned[micro_batch]):
+        elif self._step.training and index in (learned := self._learned[self._stage - 1][micro_batch]):
             place = learned.index(index)
             note = self._lanes["backward", True].observe(place, micro_batch, tensor)
             if note is not None:
                 self._notes[place, micro_batch] = note
-
-    def raise_rates(self, bits: float) -> None:
-        """Raise the rates that were chosen. No receives may be posted ahead."""
-        for lane in self._lanes.values():
-            lane.states.raise_rates(bits)
-        self.changed = True
 
     def load_state(self, steps: int, states: Mapping[str, Any]) -> None:
         """Set the steps so far, and the codecs' states by lane; ValueError: of another stage or codec."""
@@ -196,7 +191,7 @@ class Lanes:
         return [(route, nbytes) for route, nbytes in sized if nbytes]
 
     def _routes_of(self, lane: Lane, outgoing: bool, configuration: Configuration) -> list[list[Route]]:
-        peer, phase, backward = self._peer(lane), self._step.phase, lane.direction == "backward"
+        peer, coded, backward = self._peer(lane), not self._step.full_precision, lane.direction == "backward"
         if peer is None:
             return []
         sender = self._ranks[self.transport.rank if outgoing else peer]
@@ -204,7 +199,7 @@ class Lanes:
             [
                 Route(
                     peer,
-                    configuration.channel(lane.boundary, backward, phase, micro_batch, index),
+                    configuration.channel(lane.boundary, backward, coded, micro_batch, index),
                     f"{lane.name}, micro-batch {micro_batch}, tensor {index}, {self._title}: the message from {sender}",
                 )
                 for index in range(lane.messages(micro_batch))

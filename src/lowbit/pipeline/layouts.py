@@ -175,8 +175,6 @@ def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n) < MOST_ELEMENTS
 
 
-PHASES = 3  # of a pipeline that begins with a warm-up (`StepKind.phase`): message sizes depend on the phase
-
 # For each pipeline that this process has begun in a group: its length, and how many of its stages are still to come.
 _pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
@@ -188,7 +186,7 @@ class Configuration:
     Attributes:
         number: position among the pipeline's configurations, in the order in which they were agreed on.
         layouts: by stage of this rank, then by micro-batch.
-        most_tensors: most that cross a boundary together. phases: of future steps.
+        most_tensors: most that cross a boundary together. phases: 2 if the warm-up is not over, because sizes differ.
     """
 
     number: int
@@ -199,8 +197,8 @@ class Configuration:
     most_tensors: int
     phases: int
 
-    def channel(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
-        lane = (boundary * 2 + backward) * self.phases + phase % self.phases
+    def channel(self, boundary: int, backward: bool, coded: bool, micro_batch: int, index: int) -> int:
+        lane = (boundary * 2 + backward) * self.phases + coded % self.phases
         return self.first_channel + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
 
     def channels(self, boundaries: int) -> int:

@@ -18,7 +18,7 @@ from lowbit.escape import lines
 from lowbit.pipeline import hooks
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
-from lowbit.pipeline.layouts import PHASES, Batch, Configuration, Layouts, layout_of, receive_layouts, send_layouts
+from lowbit.pipeline.layouts import Batch, Configuration, Layouts, layout_of, receive_layouts, send_layouts
 from lowbit.wire.agreement import Agreement, contradictions
 from lowbit.wire.checksum import Checksums, agreed_facts
 from lowbit.wire.errors import AgreementError, PeerError, described
@@ -55,7 +55,7 @@ class Passes:
         self._known: dict[Any, int] = {}  # on the rank with the first stage: configurations by kind of batch
         self._agreed: list[Configuration] = []
         self._last: dict[tuple[bool, int], tuple[Configuration, bool]] = {}  # and whether it was used twice in a row
-        self._passes = self._rounds = 0
+        self._pass_number = self._rounds = 0
         self._loaded = False  # codec states have been loaded, and the ranks have not compared them
         self._broken = ""
 
@@ -94,11 +94,11 @@ class Passes:
             raise ValueError(lines(refusal))
 
     def _begin(self, batch: Batch) -> None:
-        self._passes += 1
+        self._pass_number += 1
         for stage in self._stages:
             neighbours = (stage.stage_index - 1, stage.stage_index + 1)
             peers = {i: rank for i in neighbours if (rank := self._placement.get(i, self._rank)) != self._rank}
-            stage.lanes.begin(self._board, self._passes, batch, peers, self._names)
+            stage.lanes.begin(self._board, self._pass_number, batch, peers, self._names)
         if any(stage.lanes.changed for stage in self._stages):  # each configuration must be agreed on again
             self._known.clear()
             self._last.clear()
@@ -153,10 +153,10 @@ class Passes:
         facts, traffic = self._facts(batch), self._stages[0].lanes.transport.traffic
         if self._is_source:
             number = self._known.get(seen)
-            traffic.announced_bytes += self._announcements.send(self._passes, [number, problem, facts])
+            traffic.announced_bytes += self._announcements.send(self._pass_number, [number, problem, facts])
         else:
             with traffic.timing("wait_seconds", message="the announcement of the pass"):
-                announcement = self._announcements.receive(self._passes)
+                announcement = self._announcements.receive(self._pass_number)
             number, problem, theirs = _checked(announcement, name)
             own = self._board.own_name
             if conflict := contradictions({name: theirs, own: facts}):
@@ -200,10 +200,10 @@ class Passes:
         most = max(int(each[f"tensors from stage {index}"]) for index, each in stated.items())
         layouts = {index: [by_first[i] for i in alike] for index, by_first in variants.items()}
         number, lanes = len(self._agreed), self._stages[0].lanes
-        phases = PHASES if lanes.steps < lanes.warmup_steps else 1
         configuration = Configuration(
             number=number, training=batch.training, micro_batches=batch.micro_batches, layouts=layouts,
-            first_channel=self._channels.start, most_tensors=max(1, most), phases=phases,
+            first_channel=self._channels.start, most_tensors=max(1, most),
+            phases=2 if lanes.steps < lanes.warmup_steps else 1,
         )  # fmt: skip
         if (taken := configuration.channels(len(self._placement) - 1)) > len(self._channels):
             self._refuse(f"the pipeline has no tags left for another configuration after {number} of them")

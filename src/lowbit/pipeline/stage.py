@@ -57,9 +57,7 @@ class LowBitStage(HookedStage):
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
         backward: format of gradients, likewise; None: the default for the format of activations (for `TransformQuant`
             the same with one step for all tokens).
-        warmup_steps: number of calls of `schedule.step`, from the first, that send everything in its own dtype. At
-            least 1 for a codec with an open parameter, such as `TransformQuant(bits="auto")`, which is chosen in
-            the last of them.
+        warmup_steps: number of calls of `schedule.step`, from the first, that send everything in its own dtype.
         timeout: seconds after which a rank that does not join or answer is an error.
         checksums: whether a checksum of 8 bytes behind each payload detects damage; the same on all ranks.
         code_constants: whether constants are coded, too; the same on all ranks.
@@ -93,8 +91,6 @@ class LowBitStage(HookedStage):
         if not isinstance(code_constants, bool):
             raise TypeError(f"code_constants is {shown(code_constants)}; allowed: True or False")
         backward = arguments.default_backward(forward) if backward is None else backward
-        arguments.check_warm_up("forward", forward, warmup_steps)
-        arguments.check_warm_up("backward", backward, warmup_steps)
         check_torch()
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
@@ -123,44 +119,26 @@ class LowBitStage(HookedStage):
         """
         self.lanes.samples = arguments.checked_samples(ids)
 
-    def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
+    def set_codecs(self, forward: Codecs, backward: Codecs, *, keep_state: bool = False) -> None:
         """Change the formats from the next step on; call it with the same on every stage of the pipeline.
 
-        The new codecs start without state. Set `looks_ahead` to False on every stage before the last step with the old
-        formats: otherwise, the receives that are posted at its end take memory for good.
+        Set `looks_ahead` to False on every stage before the last step with the old formats: otherwise, the receives
+        that are posted at its end take memory for good.
 
         Args:
             forward, backward: see the constructor.
+            keep_state: the new codecs continue with the states of the old ones, as those that differ only in a rate
+                can; otherwise they start without state.
 
         Raises:
             TypeError, ValueError: an invalid argument.
         """
-        for name, codecs in (("forward", forward), ("backward", backward)):
-            arguments.check_warm_up(name, codecs, max(0, self.warmup_steps - self.lanes.steps))
-        self.lanes.set_codecs(forward, backward)
-
-    def raise_rates(self, bits: float) -> None:
-        """Raise the rates that the warm-up chose by `bits` per element, up to 16, from the next step on.
-
-        Call it with the same number on every stage of the pipeline; ranks agree again in the next step. Formats with
-        a fixed rate stay as they are, and codecs keep their state. Each bit reduces the cost in loss to a quarter. Set
-        `looks_ahead` to False before the last step with the old rates, as for `set_codecs`.
-
-        Raises:
-            ValueError: not a number above 0, or the warm-up is not over.
-        """
-        arguments.check_raise(bits, self.in_warmup)
-        self.lanes.raise_rates(bits)
+        self.lanes.set_codecs(forward, backward, keep_state=keep_state)
 
     @property
     def in_warmup(self) -> bool:
         """Whether the next training step sends everything at full precision; the same on all ranks."""
         return self.lanes.steps < self.warmup_steps
-
-    def chosen(self) -> dict[str, Codec]:
-        """Return the codecs that the warm-up settled for what this stage sends, by boundary, direction and tensor."""
-        lanes = self.lanes.by_name(outgoing_only=True)
-        return {f"{name}, {x}": codec for name, lane in lanes.items() for x, codec in lane.states.chosen().items()}
 
     def state_bytes(self) -> int:
         """Return the bytes that the codecs keep on this stage between steps."""
@@ -177,7 +155,7 @@ class LowBitStage(HookedStage):
             dtype: of the activations.
 
         Raises:
-            ValueError: no stage is on that side, or the codec has an open parameter and the warm-up is not over.
+            ValueError: no stage is on that side.
         """
         return self.lanes.forward(outgoing).states.session(0, Slot(torch.Size(shape), dtype))
 

@@ -21,7 +21,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from lowbit.codecs import parse
 from lowbit.codecs.names import pair_name
-from lowbit.pipeline.arguments import check_warm_up
 from lowbit_lab.bench.settings import AtLeastTwo, Device, EachOnce, check_device, check_shape
 from lowbit_lab.bench.training import RANKS, TrainingRecipe, formats_in
 from lowbit_lab.bench.workers import Workers, step_bars
@@ -66,7 +65,7 @@ class ConvergenceBenchmark:
     "agoq" is AGoQ as published: "activations:agoq+8bit"."""
     backward: str = ""
     """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
-    format. fp32, bf16 and fp16 are used both ways. TransformQuant(bits='auto') needs a regime with a warm-up."""
+    format. fp32, bf16 and fp16 are used both ways."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of weights and data order."""
     model: ModelConfig = ModelConfig()
@@ -123,18 +122,11 @@ class ConvergenceBenchmark:
 def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
     """Check that a boundary's formats suit every regime."""
     codecs = formats_in(boundary, settings.backward)[:2]
-    for codec in codecs:
-        if not codec.settled and settings.regimes != (WARM,):
-            raise ConfigError(
-                f"regimes is {settings.regimes}, and boundary {boundary!r} has {codec}, which chooses "
-                f"a parameter in a warm-up; allowed with it: {WARM}"
-            )
-        check_warm_up(f"boundary {boundary!r}", codec, settings.warmup_steps)
     for regime in settings.regimes:
         width = hidden_size(_model(settings, regime))
         if width is not None:
             shape = (settings.data.batch, settings.data.sequence, width)
-            check_shape(boundary, (codec for codec in codecs if codec.settled), shape)
+            check_shape(boundary, codecs, shape)
 
 
 def _model(settings: ConvergenceBenchmark, regime: str) -> ModelConfig:

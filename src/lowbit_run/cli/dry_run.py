@@ -10,10 +10,10 @@ from lowbit.wire.pytorch import check_torch
 from lowbit_run.config import to_toml
 from lowbit_run.terminal import print_pairs
 from lowbit_run.train.boundaries import AUTO_FORMATS, codecs_of, usable
-from lowbit_run.train.evaluate import AFTER, wanted_nats
 from lowbit_run.train.footprint import model_bytes, rank_peaks
 from lowbit_run.train.model import hidden_size, targets_of
 from lowbit_run.train.prepare import Prepared, prepare
+from lowbit_run.train.rates import AFTER, wanted_nats
 
 if TYPE_CHECKING:
     from lowbit.codecs import Codec
@@ -62,13 +62,16 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         codecs, name = codecs_of(list(usable(AUTO_FORMATS, (*shape[:2], width or _WIDE)))), "format"
     else:
         codecs, name = prepared.codecs, "boundary"
-    pairs = zip(codecs.forward, codecs.backward, strict=True)
-    lines = (f"forward {_described(first, shape)}\nbackward {_described(second, shape)}" for first, second in pairs)
+    each = [
+        [str(codecs.goals.get((way, i)) or _described(codec, shape)) for i, codec in enumerate(getattr(codecs, way))]
+        for way in ("forward", "backward")
+    ]
+    lines = (f"forward {first}\nbackward {second}" for first, second in zip(*each, strict=True))
     yield from _grouped(name, lines)
     if layout.stages > 1:
         first = min(config.codec_warmup_steps, config.run.steps)
         yield "warm-up", f"{first} of {config.run.steps} steps at full precision"
-        if (nats := wanted_nats(prepared.codecs.forward)) is not None:
+        if (nats := wanted_nats(prepared.codecs)) is not None:
             checks = ", ".join(str(config.codec_warmup_steps + after) for after in AFTER)
             yield "rates", f"chosen in the warm-up to cost {nats:g} nats; checked after steps {checks}"
     saved = "the inputs of decoder layers" if config.checkpoints else "as PyTorch does"
@@ -113,6 +116,6 @@ def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
 def _described(codec: "Codec", shape: tuple[int, int, int | None]) -> str:
     """Describe a codec with its bits per element, if they are known before the run."""
     rows, sequence, width = shape
-    if width is None or not codec.settled:
+    if width is None:
         return str(codec)
     return f"{codec}, {codec.bits_per_element((rows, sequence, width)):.2f} bits per element"

@@ -22,6 +22,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 import lowbit
 from lowbit.codecs import parse_pair
+from lowbit.codecs.names import parse_goal
 from lowbit.codecs.speed import coding_speed
 from lowbit.escape import Printable
 from lowbit.wire.checksum import run_secret
@@ -330,9 +331,10 @@ def _coding(
     settings: DoctorSettings, config: TrainConfig, shape: tuple[int, int, int], device: torch.device
 ) -> tuple[str, ...]:
     """Speed of formats, as `cluster.toml` has it."""
-    texts = [*settings.formats, *config.pipeline.forward, *config.pipeline.backward]
+    configured = [text for text in (*config.pipeline.forward, *config.pipeline.backward) if parse_goal(text) is None]
+    texts = [*settings.formats, *configured]
     named = [each for text in texts for each in (usable(AUTO_FORMATS, shape) if text == AUTO else (text,))]
-    codecs = dict.fromkeys(codec for text in named for codec in parse_pair(text) if codec.settled)
+    codecs = dict.fromkeys(codec for text in named for codec in parse_pair(text))
     found = []
     for codec in codecs:
         encode, decode = coding_speed(codec, shape, device)

@@ -1,10 +1,11 @@
 """Make the codecs of a run's boundaries from its configuration."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lowbit.codecs import Codec, backward_codec, parse, parse_pair
+from lowbit.codecs import Codec, RateGoal, backward_codec, parse, parse_pair
+from lowbit.codecs.names import parse_goal
 from lowbit_run.config import ConfigError
 from lowbit_run.train.config import AUTO, PipelineConfig
 
@@ -40,31 +41,45 @@ def usable(texts: Sequence[str], shape: tuple[int, int, int]) -> dict[str, tuple
 
 @dataclass(frozen=True, kw_only=True)
 class Codecs:
-    """One codec for each boundary in each direction; boundary i lies between stages i and i + 1."""
+    """One codec for each boundary in each direction; boundary i lies between stages i and i + 1.
+
+    `goals`: by direction and boundary, goals of rates to be chosen; until then their codecs have the default rate.
+    """
 
     forward: tuple[Codec, ...]
     backward: tuple[Codec, ...]
+    goals: dict[tuple[str, int], RateGoal] = field(default_factory=dict)
 
 
-def codec_of(key: str, text: str, check: Callable[[Codec], Any] | None = None) -> Any:
-    """Parse the codec that a setting names, and return the result of `check` on it."""
+def format_of(text: str) -> Codec | RateGoal:
+    """Parse the name of a codec or of a goal."""
+    return parse_goal(text) or parse(text)
+
+
+def codec_of(
+    key: str, text: str, check: Callable[[Codec], Any] | None = None, *, read: Callable[[str], Any] = parse
+) -> Any:
+    """Parse the codec that a setting names with `read`, and return the result of `check` on it."""
     try:
-        return parse(text) if check is None else check(parse(text))
+        return read(text) if check is None else check(read(text))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error
 
 
 def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
     """Make the codecs that the configuration names. Raises ConfigError: a codec's name or argument is invalid."""
+    goals: dict[tuple[str, int], RateGoal] = {}
 
     def each(direction: str, names: tuple[str, ...]) -> tuple[Codec, ...]:
-        named = [codec_of(f"pipeline.{direction}", text) for text in names]
-        return tuple(named) if len(named) == boundaries else tuple(named[:1]) * boundaries
+        named = [codec_of(f"pipeline.{direction}", text, read=format_of) for text in names]
+        named = named if len(named) == boundaries else named[:1] * boundaries
+        goals.update({(direction, i): goal for i, goal in enumerate(named) if isinstance(goal, RateGoal)})
+        return tuple(each.default() if isinstance(each, RateGoal) else each for each in named)
 
     if pipeline.is_auto:  # the most exact format, until the run has chosen
         return codecs_of(AUTO_FORMATS[:1] * boundaries)
     forward = each("forward", pipeline.forward)  # first: `backward_formats` takes it for valid
-    return Codecs(forward=forward, backward=each("backward", backward_formats(pipeline)))
+    return Codecs(forward=forward, backward=each("backward", backward_formats(pipeline)), goals=goals)
 
 
 def codecs_of(pairs: Sequence[str]) -> Codecs:
@@ -77,14 +92,16 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
     """Return `pipeline.backward`, or the default backward format of each format in `pipeline.forward`."""
     if pipeline.is_auto:
         return (AUTO,)
-    return pipeline.backward or tuple(repr(backward_codec(parse(text))) for text in pipeline.forward)
+    forward = map(format_of, pipeline.forward)
+    defaults = (x.for_gradients() if isinstance(x, RateGoal) else backward_codec(x) for x in forward)
+    return pipeline.backward or tuple(map(str, defaults))
 
 
 def in_full(pipeline: PipelineConfig) -> PipelineConfig:
-    """Write formats in full, as `repr` does, for files: the meaning of names and defaults may change. "auto" stays."""
+    """Write formats in full, for files: the meaning of names and defaults may change. "auto" stays."""
     if pipeline.is_auto:
         return replace(pipeline, backward=(AUTO,))
     forward, backward = (
-        tuple(repr(parse(text)) for text in texts) for texts in (pipeline.forward, backward_formats(pipeline))
+        tuple(str(format_of(text)) for text in texts) for texts in (pipeline.forward, backward_formats(pipeline))
     )
     return replace(pipeline, forward=forward, backward=backward)

@@ -194,7 +194,7 @@ class PipelineConfig:
     itself for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
     warmup_steps: NonNegative | None = None
     """Number of first steps at full precision. If omitted, a quarter of the run, but at most 100; 0 with
-    `model.pretrained`. A format with an open parameter, such as "TransformQuant(bits='auto')", needs 1 or more."""
+    `model.pretrained`. A goal, such as "TransformQuant(bits='auto')", needs 1 or more."""
     tied_rows: str = "bf16"
     """Format of a tied embedding's rows: weights one way, gradients back. "fp32" is exact, like the warm-up."""
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit import escape
-from lowbit.codecs import Codec
+from lowbit.codecs import RateGoal
 from lowbit.collectives import all_reduce_bytes
 from lowbit.wire.errors import AgreementError, first_line
 from lowbit.wire.messages import gather_json
@@ -41,7 +41,7 @@ _COMPARED = ("model.", "lora.", "optimizer.", "data.sequence", "data.tokenizer",
 """Prefixes of the keys of a run's identity that must be equal on all replicas."""
 
 
-def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
+def check_elastic(config: TrainConfig, goals: Iterable[RateGoal]) -> None:
     """Check a configuration with a lighthouse, before ranks start."""
     if not config.elastic.lighthouse:
         return
@@ -61,9 +61,9 @@ def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
             f"pipeline.data_parallel is {config.pipeline.data_parallel}; allowed with elastic.lighthouse: 1, since "
             "each replica is a run of its own"
         )
-    if unsettled := [codec for codec in codecs if not codec.settled]:
+    for goal in goals:
         raise ConfigError(
-            f"pipeline.forward or backward is {unsettled[0]!r}; allowed with elastic.lighthouse: formats that leave "
+            f"pipeline.forward or backward is {goal}; allowed with elastic.lighthouse: formats that leave "
             "nothing to the warm-up, which a replica that comes later does not have"
         )
 

@@ -1,20 +1,13 @@
-"""Compute the held-out loss in the pipeline, with any codecs at the boundaries or none; check a goal in loss.
-
-`TransformQuant(bits="auto", nats=...)` chooses its rates by a forecast. So after some steps of training with them, a
-few batches are evaluated with and without codecs. If the loss is higher by more than the goal and the standard error
-of the difference, all ranks raise the rates together: half a bit for each factor of 2, since the cost is proportional
-to the square of the error.
-"""
+"""Compute the held-out loss in the pipeline, with any codecs at the boundaries or none."""
 
 import math
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,25 +17,17 @@ from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.foreign import open_session
 from lowbit.pipeline import LowBitStage
 from lowbit.wire.checksum import sealed_bytes
-from lowbit.wire.messages import Expected, Messages, Sent, gather_json
+from lowbit.wire.messages import Expected, Messages, Sent
 from lowbit_run.train.answers import IGNORED, Answers
 from lowbit_run.train.config import TrainConfig
 from lowbit_run.train.data import Windows
 from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.model import StageModule, next_token_loss
 
-if TYPE_CHECKING:
-    from lowbit_run.train.trainer import Trainer
-
-
 _ROUND_BYTES = 1 << 27
 """Most float32 activations that a rank sends or receives in a round; up to two rounds are under way each way."""
 SUMS_BYTES = 32
 _NO_TOKEN = -1  # what the last stage sends in place of a token at the end of a text
-AFTER = (16, 32, 64)
-"""Steps after the warm-up at which the cost is measured."""
-BATCHES = 16
-"""Most batches to evaluate. Each has the windows of a micro-batch, so that messages are as long as in training."""
 
 
 class _Batch(NamedTuple):
@@ -320,7 +305,7 @@ def evaluation_bytes(
 ) -> float:
     """Return the bytes that a pipeline sends to evaluate batches of these shapes through these codecs."""
     crossing = [codec for boundary, codec in enumerate(codecs) if layout.crosses(boundary)]
-    coded = [codec.nbytes(shape) if codec.settled else 4 * math.prod(shape) for codec in crossing for shape in shapes]
+    coded = [codec.nbytes(shape) for codec in crossing for shape in shapes]
     sums = len(shapes) * (layout.ranks - 1) * sealed_bytes(SUMS_BYTES, checksums)
     return float(sums + sum(sealed_bytes(nbytes, checksums) for nbytes in coded))
 
@@ -343,93 +328,3 @@ def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tenso
         mistakes = torch.bincount(sample[learned & wrong], minlength=answers)
         sums[2:] = [int(((asked > 0) & (mistakes == 0)).sum()), int((asked > 0).sum())]
     return torch.tensor(sums, dtype=torch.float64)
-
-
-def wanted_nats(codecs: Iterable[Codec]) -> float | None:
-    """Return the strictest goal in loss among codecs; None without a goal."""
-    goals = (codec.wanted_nats for codec in codecs if isinstance(codec, StatefulCodec) and not codec.settled)
-    return min((nats for nats in goals if nats is not None), default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """The cost of the formats after `step` steps: mean difference in loss and its standard error, in nats.
-
-    Attributes:
-        bits: how much to raise the rates; 0: the goal is met, or the measurement is inconclusive.
-        reached: False if the goal is missed even with the most bits.
-    """
-
-    step: int
-    goal: float
-    cost: float
-    error: float
-    bits: float
-    reached: bool = True
-
-    def __str__(self) -> str:
-        cost = f"goal of {self.goal:g} nats: the codecs cost {self.cost:.2g} ± {self.error:.1g} after step {self.step}"
-        if not math.isfinite(self.cost):
-            return f"{cost}, which is inconclusive"
-        if not self.bits:
-            return f"{cost}, which meets it"
-        if self.reached:
-            return f"{cost}; rates raised by {self.bits:.2f} bits"
-        return f"{cost} at the most bits: it cannot be met; training continues with these"
-
-
-def judged(step: int, goal: float, differences: list[tuple[float, float]]) -> Check:
-    """Make a check from the loss differences of batches, each with its number of tokens."""
-    tokens = sum(count for _, count in differences)
-    cost = sum(difference * count for difference, count in differences) / tokens if tokens else math.nan
-    values = [difference for difference, _ in differences]
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 and math.isfinite(cost) else 0.0
-    missed = math.isfinite(cost) and cost - error > goal
-    return Check(step=step, goal=goal, cost=cost, error=error, bits=math.log2(cost / goal) / 2 if missed else 0.0)
-
-
-class Goal:
-    """Checks the goal of a run; every rank makes one and calls the same methods."""
-
-    def __init__(self, trainer: "Trainer", nats: float) -> None:
-        self._trainer, self._nats = trainer, nats
-        warmup, steps = trainer.config.codec_warmup_steps, trainer.config.run.steps
-        self._steps = [warmup + after for after in AFTER if warmup + after < steps]
-
-    def due(self, done: int) -> bool:
-        """Return whether to measure the cost after `done` steps; the same on all ranks.
-
-        A check is announced one step ahead: the step before it must not post receives, whose sizes may change.
-        """
-        if done + 1 in self._steps:
-            self._trainer.pipeline.look_ahead(False)
-        return done in self._steps
-
-    def check(self, done: int) -> Check:
-        """Measure the cost, and raise the rates of all ranks if it is too high."""
-        trainer = self._trainer
-        own = judged(done, self._nats, self._differences())
-        # Each pipeline has its own codecs and so its own cost; the worst counts for all.
-        costs = gather_json([own.cost, own.error, own.bits], trainer.side)
-        cost, error, bits = max(costs, key=lambda each: (each[2], each[0]))
-        reached = True
-        if bits:
-            before = trainer.chosen()
-            trainer.pipeline.raise_rates(bits)
-            reached = trainer.chosen() != before
-        trainer.pipeline.look_ahead(True)
-        return Check(step=done, goal=self._nats, cost=cost, error=error, bits=bits, reached=reached)
-
-    def _differences(self) -> list[tuple[float, float]]:
-        """Return each batch's loss increase by codecs, in nats, and its tokens; the same on all ranks of a pipeline."""
-        trainer, data, rows = self._trainer, self._trainer.prepared.data, self._trainer.config.rows
-        windows = data.held_out if len(data.held_out) >= rows else data.train
-        if not (batches := min(BATCHES, len(windows) // rows)):
-            return []
-        with trainer.tied.exact(windows.batch(evaluated(windows, batch=rows, batches=batches))[0]):
-            exact, coded = (
-                trainer.evaluation.sums(windows, batch=rows, batches=batches, codecs=codecs)
-                for codecs in (None, trainer.pipeline.codecs.forward)
-            )
-        pairs = [(float(a[0]), float(b[0]), float(a[1])) for a, b in zip(exact, coded, strict=True)]
-        return [((b - a) / count, count) for a, b, count in pairs if count]

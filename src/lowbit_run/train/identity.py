@@ -16,7 +16,7 @@ from lowbit_run.config import ConfigError
 from lowbit_run.train import dates
 from lowbit_run.train.activations import written_out
 from lowbit_run.train.answers import Answers
-from lowbit_run.train.boundaries import in_full
+from lowbit_run.train.boundaries import format_of, in_full
 from lowbit_run.train.config import FULL_PRECISION, TrainConfig
 from lowbit_run.train.data import Data, Windows
 from lowbit_run.train.layout import PipelineLayout
@@ -38,6 +38,8 @@ _LOCAL = {  # settings that may differ between machines
 
 CHOSEN = "pipeline.chosen"
 """Key of the formats that the run itself chose, in the identity of its checkpoints; a resume does not compare it."""
+RATES = "pipeline.rates"
+"""Key of the rates that it chose for its goals, likewise."""
 
 _ONCE = {"model.weights": "fp32"}
 """What settings were before checkpoints recorded them, where that is not their default of today."""
@@ -238,7 +240,7 @@ def _same_formats(was: Any, value: Any) -> bool:
     """Whether two names of formats, or two lists of names, mean the same formats."""
     texts = (was, value) if isinstance(value, list) else ([was], [value])
     try:
-        before, after = ([text if text == FULL_PRECISION else parse(text) for text in each] for each in texts)
+        before, after = ([text if text == FULL_PRECISION else format_of(text) for text in each] for each in texts)
     except (TypeError, ValueError, RecursionError):  # a format that this version no longer has
         return False
     return before == after

@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,10 +33,9 @@ from lowbit_run.train.checkpoints.resume import resume
 from lowbit_run.train.checkpoints.save import Checkpoints, TransientError, raise_everywhere, together
 from lowbit_run.train.config import TrainConfig
 from lowbit_run.train.device import local_rank, threads_per_rank
-from lowbit_run.train.evaluate import Goal, wanted_nats
 from lowbit_run.train.export import Export, export_dtype
 from lowbit_run.train.folder import FILES, IN_USE, RunFolder
-from lowbit_run.train.identity import CHOSEN, layout_of, versions
+from lowbit_run.train.identity import CHOSEN, RATES, layout_of, versions
 from lowbit_run.train.layout import Pair
 from lowbit_run.train.links import Connections
 from lowbit_run.train.merge import Merged
@@ -143,8 +142,6 @@ class Run:
             identity=prepared.identity | {"run.precision": precision}, versions=versions(),
         )  # fmt: skip
         self.auto = Auto(trainer) if self.config.pipeline.is_auto and trainer.layout.ranks > 1 else None
-        nats = wanted_nats(trainer.pipeline.codecs.forward)
-        self.goal = None if nats is None else Goal(trainer, nats)
         self.checked_bytes = 0  # sent by this rank for checks of the goal, and for words
         self.words, self.written = Words(trainer), dict[str, str]()
         if self.words.missing and trainer.rank == 0:
@@ -211,8 +208,8 @@ class Run:
             self._choose_formats(self.auto, metrics)
         if done == self.config.codec_warmup_steps:
             self._show_chosen()
-        if self.goal is not None and self.goal.due(done):
-            self._check(self.goal, done)
+        if trainer.rates.due(done):
+            self._check(done)
         if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
             trainer.pipeline.look_ahead(False)
         long = trainer.stop_asked
@@ -231,6 +228,8 @@ class Run:
         manifest = replace(self.manifest, codecs=codecs, aliases=state.aliases_of(trainer.pipeline))
         if self.auto is not None and self.auto.choice is not None:
             manifest = replace(manifest, identity=manifest.identity | {CHOSEN: asdict(self.auto.choice)})
+        if rates := trainer.rates.record():
+            manifest = replace(manifest, identity=manifest.identity | {RATES: rates})
         self.checkpoints.save(done, tensors, manifest, trainer.side)
         self.saved, self.saved_at = done, time.monotonic()
 
@@ -266,7 +265,7 @@ class Run:
             done, changes = resume(
                 self.checkpoints, trainer.pipeline, trainer.optimizer, self.manifest,
                 replica=trainer.replicas.index, run=run, group=trainer.side,
-                adopt=None if self.auto is None else self.auto.restore,
+                take_over=self._take_over,
             )  # fmt: skip
             self.manifest = replace(self.manifest, changes=changes)
         if run.overwrite and local_rank() == 0:
@@ -281,6 +280,12 @@ class Run:
             files.write(self.output / "config.json", written + "\n")
             self._write_about()
         return done
+
+    def _take_over(self, done: int, recorded: Mapping[str, Any]) -> str:
+        """Take over what the run chose before a checkpoint after `done` steps; return what is missing."""
+        if self.auto is not None and CHOSEN in recorded:
+            self.auto.restore(recorded[CHOSEN])
+        return self.trainer.rates.restore(done, recorded.get(RATES, ()))
 
     def _evaluate(self, step: int, *, with_codecs: bool = True) -> dict[str, float]:
         sent = _evaluation_bytes()
@@ -323,7 +328,7 @@ class Run:
         if model is not None:
             with phase("saving the model on rank 0", trainer.rank, show=show):
                 self._save_model()
-        chosen = trainer.chosen()
+        chosen = trainer.rates.chosen()
         sent = trainer.sent_outside_steps() | ({EVALUATION: self.checked_bytes} if self.checked_bytes else {})
         gathered = gather_json([trainer.memory(), sent], trainer.side)
         summary: dict[str, Any] = {}
@@ -537,10 +542,10 @@ class Run:
         if before is None or before.formats != choice.formats:
             self._note_formats(choice, metrics)
 
-    def _check(self, goal: Goal, done: int) -> None:
+    def _check(self, done: int) -> None:
         """Compare the cost of the formats with the goal, and show the result."""
         sent = _evaluation_bytes()
-        check = goal.check(done)
+        check = self.trainer.rates.check(done)
         self.checked_bytes += _evaluation_bytes() - sent
         if self.trainer.rank == 0 and not check.reached:
             log.warning("%s", check)
@@ -550,7 +555,7 @@ class Run:
             self._show_chosen()
 
     def _show_chosen(self) -> None:
-        for place, codec in self.trainer.chosen().items():
+        for place, codec in self.trainer.rates.chosen().items():
             if self.progress is not None:
                 self.progress.say(f"{place}: {codec}")
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from lowbit.codecs import Codec
 from lowbit.collectives.reduce import check_summable
-from lowbit.pipeline.arguments import check_warm_up
 from lowbit.wire.pytorch import version
 from lowbit_run.config import ConfigError
 from lowbit_run.train.activations import (
@@ -88,8 +87,14 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     shape = None if width is None else (config.rows, config.data.sequence, width)
     for direction in ("forward", "backward"):
         for codec in getattr(codecs, direction):
-            _check_codec(f"pipeline.{direction}", codec, shape, config.codec_warmup_steps)
-    check_elastic(config, (*codecs.forward, *codecs.backward))
+            _check_codec(f"pipeline.{direction}", codec, shape)
+    for (direction, _), goal in codecs.goals.items():
+        if not config.codec_warmup_steps:
+            raise ConfigError(
+                f"pipeline.warmup_steps is 0, and pipeline.{direction} has {goal}, whose rate is chosen in the last of "
+                "these steps; allowed: at least 1"
+            )
+    check_elastic(config, codecs.goals.values())
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
     if config.optimizer.states == "8bit":
@@ -154,13 +159,9 @@ def on_date(prepared: Prepared, date: str) -> Prepared:
     return replace(prepared, data=data, identity=identity)
 
 
-def _check_codec(name: str, codec: Codec, shape: tuple[int, ...] | None, warmup_steps: int) -> None:
+def _check_codec(name: str, codec: Codec, shape: tuple[int, ...] | None) -> None:
     try:
-        check_warm_up(name, codec, warmup_steps, "pipeline.")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    try:
-        if shape is not None and codec.settled:
+        if shape is not None:
             codec.nbytes(shape)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error

@@ -112,20 +112,15 @@ class Pipeline:
         loss = torch.stack(losses).detach().mean().item() if losses else 0.0
         return loss, self._work(seconds)
 
-    def use_codecs(self, codecs: Codecs) -> None:
-        """Change the formats from the next step on; every rank calls it."""
+    def use_codecs(self, codecs: Codecs, *, keep_state: bool = False) -> None:
+        """Change the formats from the next step on, as `LowBitStage.set_codecs`; every rank calls it."""
         self.codecs = codecs
         for stage in self.lowbit_stages.values():
-            stage.set_codecs(dict(enumerate(codecs.forward)), dict(enumerate(codecs.backward)))
+            stage.set_codecs(dict(enumerate(codecs.forward)), dict(enumerate(codecs.backward)), keep_state=keep_state)
         self._compile_kernels()
 
-    def raise_rates(self, bits: float) -> None:
-        """Raise the rates that the warm-up chose, from the next step on; every rank calls it with the same `bits`."""
-        for stage in self.lowbit_stages.values():
-            stage.raise_rates(bits)
-
     def look_ahead(self, ahead: bool) -> None:
-        """Set whether steps post receives for the next one at their end; must be off before formats or rates change."""
+        """Set whether steps post receives for the next one at their end; must be off before formats change."""
         for stage in self.lowbit_stages.values():
             stage.looks_ahead = ahead
 
@@ -160,8 +155,7 @@ class Pipeline:
         for boundary in {each for index in self.modules for each in (index - 1, index)}:
             if 0 <= boundary < self.layout.stages - 1 and self.layout.crosses(boundary):
                 for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
-                    if codec.settled:  # lanes compile the others after the warm-up
-                        warm_up(codec, shape, torch.float32, self.device)
+                    warm_up(codec, shape, torch.float32, self.device)
 
     def _work(self, seconds: float) -> Work:
         work = Work()

@@ -35,6 +35,7 @@ from lowbit_run.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics
 from lowbit_run.train.model import StageModule
 from lowbit_run.train.prepare import Prepared, on_date
 from lowbit_run.train.progress import machine_name
+from lowbit_run.train.rates import Rates
 from lowbit_run.train.stages import Pipeline
 from lowbit_run.train.tied import TiedWeights
 from lowbit_run.train.weights import build_share
@@ -58,7 +59,7 @@ class Trainer:
     """Trains on one rank and writes no files; every rank makes one.
 
     Attributes:
-        pipeline_kind: class of `pipeline`; measurements replace it.
+        pipeline_kind: class of `pipeline`; measurements replace it. rates: chosen in the last step of the warm-up.
         stop: the signal that asked this rank to end. stop_asked: whether one had asked any rank when the last step
             ended; the same on all ranks.
         wants_checkpoint: set by rank 0 when one is due by its clock. checkpoint_due: whether it had been when the last
@@ -93,7 +94,7 @@ class Trainer:
         self.gradients = Gradients(self.parameters, prepared.storage, others=others)
         self.pipeline = self.pipeline_kind(prepared, self.modules, self.gradients.storage, self.replicas.pipeline)
         self.pipeline.followed = self.tied.state
-        self.evaluation = HeldOutEvaluation(self.pipeline, self.replicas.side)
+        self.rates, self.evaluation = Rates(self), HeldOutEvaluation(self.pipeline, self.replicas.side)
         names, lighthouse = gather_json(machine_name(), self.side), self.config.elastic.lighthouse
         self.links = Links(self.layout, self.replicas.count, names, elastic=bool(lighthouse))
         count = 3 + len(fields(Work)) + self.links.count
@@ -124,7 +125,7 @@ class Trainer:
             DivergedError: loss or gradients are NaN or infinite.
         """
         while True:
-            with span(self.trace, "step", step=done + 1):
+            with span(self.trace, "step", step=done + 1), self.rates.choosing(done + 1):
                 metrics = self._optimize(done)
             if metrics is not None:
                 return metrics
@@ -135,13 +136,14 @@ class Trainer:
             done = self.elastic.begin()
         rate = optim.learning_rate(self.config.optimizer, step=done, steps=self.config.run.steps)
         optim.set_learning_rate(self.optimizer, rate)
-        of_all, train = self.order.ids(done), self.prepared.data.train
-        ids = self.replicas.share(of_all)
+        global_ids, train = self.order.ids(done), self.prepared.data.train
+        ids = self.replicas.share(global_ids)
         inputs, targets = train.batch(ids)
         with span(self.trace, "wait", message="rows of the tied embedding"):
             self.tied.begin_step(inputs, exact=done < self.config.codec_warmup_steps)
         with span(self.trace, "pipeline"):
-            loss, work = self._pass(inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all))
+            positions, learned = train.positions(ids), train.learned(global_ids)
+            loss, work = self._pass(inputs, targets, ids, positions=positions, learned=learned)
         self.work = work
         self.gradients.finish(self.config.pipeline.microbatches)
         self._exchange_gradients(work)
@@ -185,16 +187,6 @@ class Trainer:
         exact = {f"exact_match{suffix}": exact for suffix, (_, exact) in scores.items()}
         losses = {f"held_out_loss{suffix}": loss for suffix, (loss, _) in scores.items()}
         return losses | (exact if self.config.data.format == "jsonl" else {})
-
-    def chosen(self) -> dict[str, str]:
-        """Return formats that the warm-up chose, by pipeline, boundary, direction and tensor; equal on all ranks."""
-        codecs = self.pipeline.codecs
-        if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
-            return {}
-        prefix = f"pipeline {self.replicas.index} " if self.replicas.count > 1 else ""
-        stages = self.pipeline.lowbit_stages.values()
-        own = {f"{prefix}{place}": repr(codec) for stage in stages for place, codec in stage.chosen().items()}
-        return dict(sorted(item for each in gather_json(own, self.side) for item in each.items()))
 
     def _pass(self, *batch: Tensor, **samples: Any) -> tuple[float, Work]:
         """Run forward and backward; if activations are compressed, the first call counts their bytes."""

@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt, GroupInt, TAHQuant, TransformQuant, parse
+from lowbit.codecs import (
+    AQSGD,
+    BlockFloat8,
+    Cast,
+    Codec,
+    FeatureInt,
+    GroupInt,
+    RateGoal,
+    TAHQuant,
+    TransformQuant,
+    parse,
+)
+from lowbit.codecs.names import parse_goal
 from tests.lowbit.codecs.examples import every, room_of
 from tests.refused import refused
 
@@ -141,11 +153,15 @@ def test_stateless_sessions() -> None:
 
 
 def test_parse_reads_what_repr_prints() -> None:
-    goals = TransformQuant(bits="auto", nats=0.005), TransformQuant(bits=2.5, step="message"), TransformQuant()
-    for codec in (*CODECS, AQSGD(inner=TAHQuant()), *goals):
+    rates = TransformQuant(bits=2.5, step="message"), TransformQuant()
+    for codec in (*CODECS, AQSGD(inner=TAHQuant()), *rates):
         assert parse(repr(codec)) == codec
-    assert repr(goals[0]) == "TransformQuant(bits='auto', step='token', nats=0.005)"
-    assert goals[0].for_gradients() == TransformQuant(bits="auto", nats=0.005, step="message")
+        assert parse_goal(repr(codec)) is None
+    goals = RateGoal(nats=0.005), RateGoal(decibels=34, step="message")
+    for goal in goals:
+        assert parse_goal(str(goal)) == goal
+    assert str(goals[0]) == "TransformQuant(bits='auto', step='token', nats=0.005)"
+    assert goals[0].for_gradients() == RateGoal(nats=0.005, step="message")
     assert TransformQuant(bits=3) == TransformQuant(bits=3.0)
 
 

@@ -15,7 +15,7 @@ from torch import ones, tensor, zeros
 import lowbit
 from lowbit import codecs
 from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, GroupInt, TAHQuant, TransformQuant, names, parse, parse_pair
-from lowbit.codecs.names import pair_name
+from lowbit.codecs.names import pair_name, parse_goal
 from tests.command_line import invoke
 from tests.refused import refused
 
@@ -208,14 +208,17 @@ REFUSED = {
     "TAHQuant.published(allocation='range')": "allocation is 'range'; allowed: 'tile', 'token'",
     **{f"TransformQuant(bits={bad})": f"bits is {bad}; allowed: " for bad in ("0", "-1", "17", "True", "'much'")},
     "TransformQuant(step='channel')": "step is 'channel'; allowed: 'token', 'message'",
+    "TransformQuant(bits='auto')": "bits is 'auto'; allowed: None or a number, which RateGoal",
+}  # fmt: skip
+REFUSED_GOALS = {
     **{
         f"TransformQuant(bits='auto', nats={bad})": "nats is .*; allowed: a number above 0"
-        for bad in ("0", "0.0", "-1", "nan", "inf", "'0.1'", "True")
+        for bad in ("0", "0.0", "-1", "1e999", "'0.1'", "True")
     },
-    "TransformQuant(nats=0.01)": "nats is 0.01, and bits is None; allowed with nats: bits='auto'",
-    "TransformQuant(bits=3.0, nats=0.01)": "nats is 0.01, and bits is 3.0; allowed with nats: bits='auto'",
     "TransformQuant(bits='auto', nats=0.01, decibels=34)": "nats is 0.01, and decibels is 34; allowed: one of them",
-}  # fmt: skip
+    "TransformQuant(bits='auto', step='channel')": "step is 'channel'; allowed: 'token', 'message'",
+    "TransformQuant(bits='auto', nat=0.01)": "TransformQuant has no argument 'nat'; did you mean nats",
+}
 FEATURES = {"ranges": ones(2, 4), "total": ones(4), "features": ()}
 REFUSED_FEATURES = {
     "ranges=ones(4)": r"ranges is \(4,\); allowed: a tensor of \(ranks, features\)",
@@ -246,4 +249,5 @@ def test_wrong_settings_are_refused() -> None:
     known |= {"ones": ones, "zeros": zeros, "tensor": tensor, "FEATURES": FEATURES}
     features = {f"FeatureInt(**FEATURES | dict({change}))": text for change, text in REFUSED_FEATURES.items()}
     rows = (REFUSED | features).items()
+    refused(*((partial(parse_goal, text), ValueError, expected) for text, expected in REFUSED_GOALS.items()))
     refused(*((partial(eval, call, known), (TypeError, ValueError), expected) for call, expected in rows))

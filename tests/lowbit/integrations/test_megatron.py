@@ -230,7 +230,6 @@ def test_wrong_settings_and_tensors_are_refused(alone: dist.ProcessGroup):
     refused(
         (link({"forward": "int4"}), TypeError, "forward is 'int4'; allowed: a codec"),
         (link({"forward": AQSGD()}), ValueError, "needs the ids of samples"),
-        (link({"forward": TransformQuant(bits="auto")}), ValueError, "chooses a parameter in a warm-up"),
         (link({}, virtual_pipeline_model_parallel_size=2), ValueError, "and there are 2 virtual stages; allowed"),
         (link({"forward": TransformQuant()}, variable_seq_lengths=True), ValueError, "shapes vary"),
         (link({"forward": EXACT}, use_ring_exchange_p2p=True), ValueError, "use_ring_exchange_p2p is True"),

@@ -336,7 +336,6 @@ def test_wrong_settings_specs_and_functions_are_refused():
         (config(backward={0: 4}), TypeError, "backward is 4; allowed: a codec"),
         (config(forward=None, backward=EXACT), ValueError, "allowed where forward is None: None"),
         (config(forward=AQSGD()), ValueError, "forward is AQSGD.* needs the ids of samples"),
-        (config(forward=TransformQuant(bits="auto")), ValueError, "warmup_steps is 0"),
         (config(warmup_steps=-1), ValueError, "warmup_steps is -1"),
         (config(gradients=TransformQuant()), TypeError, "it cannot be summed"),
         (config(activations=4), TypeError, "activations is 4; allowed: a LayerAware"),

@@ -11,15 +11,14 @@ from lowbit.pipeline.arguments import StepKind
 from lowbit.pipeline.boundary import Lane, Slot
 from lowbit.wire.traffic import Traffic
 from tests.lowbit.pipeline.toy import INT4
-from tests.refused import refused
 from tests.views import View, packed, views
 
 SHAPE = torch.Size((2, 16, 64))
 SLOT = Slot(SHAPE, torch.float32)
 
 
-def ready(lane: Lane, *slots: Slot, step: StepKind = StepKind(), micro_batches: int = 3) -> Lane:
-    lane.prepare(slots, step)
+def ready(lane: Lane, *slots: Slot, micro_batches: int = 3) -> Lane:
+    lane.prepare(slots)
     lane.use([slots] * micro_batches)
     return lane
 
@@ -28,8 +27,8 @@ def unused(codec: Codec) -> Lane:
     return Lane(1, "forward", codec, "cpu", Traffic())
 
 
-def lane(codec: Codec, *slots: Slot, step: StepKind = StepKind()) -> Lane:
-    return ready(unused(codec), *(slots or (SLOT,)), step=step)
+def lane(codec: Codec, *slots: Slot) -> Lane:
+    return ready(unused(codec), *(slots or (SLOT,)))
 
 
 def crosses(codec: Codec, x: Tensor, step: StepKind = StepKind()) -> tuple[Tensor, int]:
@@ -157,72 +156,6 @@ def test_a_tensor_too_short_for_a_set_rate_is_refused_first_and_sent_as_it_is_la
     assert sender.facts([Slot(small, torch.float32)]) == receiver.facts([Slot(small, torch.float32)])
     [state] = receiver.states.state_dict().values()
     assert state["messages"] == 1
-
-
-AUTO = TransformQuant(bits="auto")
-SETTLING = StepKind.numbered(4, 5)
-
-
-def near(seed: int, shape: torch.Size = SHAPE) -> Tensor:
-    basis = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape[:-1], 3, generator=generator) @ basis + 0.3 * torch.randn(shape, generator=generator)
-
-
-def unsettled(*slots: Slot) -> tuple[Lane, Lane]:
-    return lane(AUTO, *slots, step=FULL), lane(AUTO, *slots, step=FULL)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype: torch.dtype):
-    odd = torch.Size((1, 16, 64))
-    slots = Slot(SHAPE, dtype), Slot(torch.Size((3,)), torch.int64)
-    sender, receiver = unsettled(*slots)
-    x = near(1).to(dtype)
-    assert torch.equal(pass_on(sender, receiver, FULL, 0, x), x)
-    assert sender.states.chosen() == {}
-    assert sender.facts(slots) == receiver.facts(slots)
-    payloads = [sender.encode(0, SETTLING, i, near(i).to(dtype)) for i in range(3)]
-    assert {p.numel() for p in payloads} == {x.numel() * x.element_size() + 16}
-    assert sender.nbytes(1, SETTLING, 0) == 24, "nothing to choose for integers"
-    assert receiver.states.chosen() == {}
-    for i in (2, 0, 1):  # in any order
-        out = torch.empty_like(x)
-        receiver.decode(0, SETTLING, i, payloads[i], out)
-        assert torch.equal(out, near(i).to(dtype))
-    expected = AUTO.settle(AUTO.choose(near(0).to(dtype)))
-    assert sender.states.chosen() == receiver.states.chosen() == {"tensor 0, width 64": expected}
-    assert sender.facts(slots) == receiver.facts(slots)
-    for end in (sender, receiver):
-        ready(end, Slot(odd, dtype))
-    y = pass_on(sender, receiver, StepKind(), 0, near(9, odd).to(dtype))
-    assert (y - near(9, odd)).norm() < 0.25 * near(9, odd).norm()
-    assert sender.nbytes(0, StepKind(), 0) == expected.nbytes(odd)
-    sent = 4 * x.numel() * x.element_size() + 3 * 16 + expected.nbytes(odd)
-    assert sender._traffic.forward_bytes == sent
-
-
-def test_an_open_lane_takes_over_another_choice():
-    sender, receiver = unsettled()
-    pass_on(sender, receiver, SETTLING, 0, near(1))
-    other = unsettled()
-    pass_on(*other, SETTLING, 0, torch.full(SHAPE, float("nan")))
-    assert sender.states.chosen() != other[0].states.chosen(), "8 at this width where there is nothing to choose by"
-    other[0].states.load_state_dict(sender.states.state_dict())
-    assert other[0].facts([SLOT]) == sender.facts([SLOT])
-    with pytest.raises(ValueError, match=r"tensor 0, width 64 was set to \d+ before, and the sender now states \d+"):
-        other[1].decode(0, SETTLING, 0, sender.encode(0, SETTLING, 0, near(0)), torch.empty(SHAPE))
-
-
-def test_without_a_choice_nothing_is_coded():
-    sender, _ = unsettled()
-    open_choice = "width 64: .*auto.* allowed: warmup_steps of at lea"
-    refused(
-        (lambda: sender.prepare([SLOT]), ValueError, open_choice),
-        (lambda: sender.nbytes(0, StepKind(), 0), ValueError, open_choice),
-        (lambda: sender.states.session(0, SLOT), ValueError, open_choice),
-        (lambda: sender.prepare([Slot(SHAPE, torch.float64)], FULL), TypeError, "float64"),
-    )
 
 
 def test_micro_batches_may_differ_in_what_crosses():

@@ -42,9 +42,8 @@ def trained(in_pipeline: bool, forward: Codec, backward: Codec) -> tuple[list[Te
         (INT4, Cast(dtype=torch.bfloat16)),
         (AQSGD(inner=INT4), INT6),
         (TransformQuant(), TransformQuant(step="message")),
-        (TransformQuant(bits="auto"), TransformQuant(bits="auto")),
     ],
-    ids=["tah-quant", "int4", "aq-sgd", "transform", "transform-auto"],
+    ids=["tah-quant", "int4", "aq-sgd", "transform"],
 )
 def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backward: Codec):
     (_, first), (losses, last) = ranks.run(trained, True, forward, backward)
@@ -110,7 +109,7 @@ def accumulating(in_pipeline: bool, codec: Codec) -> tuple[list[Tensor], list[in
     return losses, sent
 
 
-@pytest.mark.parametrize("codec", [INT4, TransformQuant(bits="auto")], ids=str)
+@pytest.mark.parametrize("codec", [INT4, TransformQuant()], ids=str)
 def test_warm_up_counts_batches_under_gradient_accumulation(ranks: Ranks, codec: Codec):
     (_, sent), (losses, _) = ranks.run(accumulating, True, codec)
     [(expected, expected_sent)] = ranks.run(accumulating, False, codec, ranks=1)
@@ -226,19 +225,18 @@ def checkpointed(forward: Codec, *, reentrant: bool | None, warmup_steps: int = 
         y.square().mean().backward()
         emulation.step()
     sent = emulation.traffic.forward_bytes, emulation.traffic.backward_bytes
-    return [p.grad for p in model.parameters()], sent, emulation.chosen()
+    return [p.grad for p in model.parameters()], sent
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_checkpointing_computes_again_is_no_second_message(reentrant: bool):
-    auto = TransformQuant(bits="auto")
-    for forward, steps in ((TAHQuant(), 0), (auto, 2)):
+    for forward, steps in ((TAHQuant(), 0), (TransformQuant(), 2)):
         plain = checkpointed(forward, reentrant=None, warmup_steps=steps)
         found = checkpointed(forward, reentrant=reentrant, warmup_steps=steps)
         assert all(torch.equal(a, b) for a, b in zip(plain[0], found[0], strict=True))
-        assert plain[1:] == found[1:]
+        assert plain[1] == found[1]
     with pytest.raises(RuntimeError, match=r"boundary 0 is computed again .*checkpointing"):
-        checkpointed(auto, reentrant=reentrant, warmup_steps=1)  # by then directions have moved
+        checkpointed(TransformQuant(), reentrant=reentrant, warmup_steps=1)  # by then directions have moved
 
 
 @pytest.mark.slow

@@ -167,9 +167,8 @@ THREE = {"directions": torch.zeros(8, toy.WIDTH), "messages": 5, "digest": 0}
     [
         (TransformQuant(bits=1), {}, 0, "boundary 1 forward: bits is 1, .* allowed: at least"),
         (TransformQuant(), THREE, 5, r"state "),
-        (TransformQuant(bits="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
     ],
-    ids=["directions", "state", "choice"],
+    ids=["directions", "state"],
 )
 def test_what_one_boundary_cannot_code_is_an_error_everywhere(
     ranks: Ranks, codec: Any, state: Any, steps: int, said: str

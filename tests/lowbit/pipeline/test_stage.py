@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lowbit.codecs import AQSGD, Codec, TAHQuant, TransformQuant, backward_codec
+from lowbit.codecs import AQSGD, Codec, RateGoal, TAHQuant, TransformQuant, backward_codec
 from lowbit.pipeline import LowBitStage
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.lowbit.pipeline import toy
@@ -244,14 +244,14 @@ def keyed(codec: Codec, stop_after: int | None, backward: Codec) -> Any:
         run.train(step % 2)
         if step == 3:
             run.evaluate(0)
-    return run.losses, stage.traffic, stage.state_bytes(), stage.chosen()
+    return run.losses, stage.traffic, stage.state_bytes()
 
 
 def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
     through, resumed = (ranks.run(keyed, AQSGD(inner=INT4), stop, INT6) for stop in (None, 3))
     assert toy.same(through[1][0], resumed[1][0])
     sample = 8 * toy.WIDTH
-    for _, _, state, _ in through:
+    for _, _, state in through:
         assert state == 16 * sample * 4  # all samples, in float32, at both ends
     # A warm-up step and an evaluation at full precision; two first visits; two later ones.
     first, later = 8 * sample * 4, 8 * INT4.nbytes((8, toy.WIDTH))
@@ -259,32 +259,15 @@ def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
     assert through[0][1].forward_bytes == 2 * first + 2 * first + 2 * later + checksums
 
 
-AUTO = TransformQuant(bits="auto"), TransformQuant(bits="auto", step="message")
-
-
-@pytest.mark.parametrize(
-    ("codecs", "stops"),
-    [((TransformQuant(bits=9), TransformQuant(bits=9, step="message")), [3]), (AUTO, [1, 3])],
-    ids=["fixed", "auto"],
-)
-def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(
-    ranks: Ranks, codecs: tuple[TransformQuant, TransformQuant], stops: list[int]
-):
-    forward, backward = codecs
-    through = ranks.run(keyed, forward, None, backward)
-    for stop in stops:
-        resumed = ranks.run(keyed, forward, stop, backward)
-        assert toy.same(through[1][0], resumed[1][0])
-        assert [o[3] for o in resumed] == [o[3] for o in through]
-    if codecs is AUTO:
-        names = [f"boundary 0 {direction}, tensor 0, width 24" for direction in ("forward", "backward")]
-        codecs = through[0][3][names[0]], through[1][3][names[1]]
-    # Five steps and an evaluation, of which one step at full precision, with the choice.
-    for _, _, state, _ in through:
+def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ranks):
+    codecs = TransformQuant(bits=9), TransformQuant(bits=9, step="message")
+    through, resumed = (ranks.run(keyed, codecs[0], stop, codecs[1]) for stop in (None, 3))
+    assert toy.same(through[1][0], resumed[1][0])
+    # Five steps and an evaluation, of which one step at full precision.
+    for _, _, state in through:
         assert state == sum(c.open(shape=SHAPE, dtype=torch.float32).state_bytes() for c in codecs)
-    first = message(FP32) + 16 * (forward in AUTO)
-    assert through[0][1].forward_bytes == 4 * (first + 5 * message(codecs[0]))
-    assert through[1][1].backward_bytes == 4 * (first + 4 * message(codecs[1]))
+    assert through[0][1].forward_bytes == 4 * (message(FP32) + 5 * message(codecs[0]))
+    assert through[1][1].backward_bytes == 4 * (message(FP32) + 4 * message(codecs[1]))
 
 
 # ------------------------------------------------------------------------------------------------ arguments
@@ -304,7 +287,7 @@ def test_defaults_are_recommended_and_bad_arguments_named() -> None:
         assert len(lanes) == 2 + 2 * dist.get_rank()
         for lane in lanes.values():
             assert lane.codec == expected[lane.direction][lane.boundary]
-    auto, elsewhere = TransformQuant(bits="auto"), {"steps": 3, "lanes": {"boundary 7 forward": {}}}
+    goal, elsewhere = RateGoal(), {"steps": 3, "lanes": {"boundary 7 forward": {}}}
     refused(
         (stage(forward="int4"), TypeError, "forward.*'int4'"),
         (stage(backward={1: INT6}), ValueError, "backward.*boundary 0"),
@@ -316,13 +299,12 @@ def test_defaults_are_recommended_and_bad_arguments_named() -> None:
         (stage(timeout="soon"), TypeError, "timeout.*'soon'"),
         (stage(checksums="yes"), TypeError, "checksums is 'yes'; allowed: True or False"),
         (stage(code_constants=1), TypeError, "code_constants is 1; allowed: True or False"),
-        (stage(forward={0: auto}), ValueError, "warmup_steps.*forward.*'auto'"),
+        (stage(forward={0: goal}), TypeError, "forward is RateGoal.*; allowed: a codec"),
         (lambda: good.set_samples(torch.zeros(2)), TypeError, "float32"),
         (lambda: good.set_samples([True, False]), TypeError, "bool"),
         (lambda: good.set_samples([1, 2, 3, 1]), ValueError, "a sample twice"),
         (lambda: good.set_samples(torch.zeros(2, 2, dtype=torch.int64)), ValueError, r"\(2, 2\)"),
         (lambda: good.set_samples([[3], [3]]), ValueError, r"\(2, 1\)"),
         (lambda: good.set_codecs("int4", FP32), TypeError, "forward is 'int4'; allowed: a codec"),
-        (lambda: good.set_codecs(FP32, auto), ValueError, "warmup_steps is 0, and backward has"),
         (lambda: good.load_codec_state_dict(elsewhere), ValueError, "boundary 7 forward"),
     )

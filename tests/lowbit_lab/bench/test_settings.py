@@ -90,7 +90,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (MemoryBenchmark, {"model": {"vocab": 100}}, "vocabulary has 100 entries"),
     (CodecsBenchmark, {"codecs": ("int9",)}, "codec is 'int9'"),
     (CodecsBenchmark, {"codecs": ("aq-sgd",)}, "'aq-sgd', which learns from .*`lowbit bench pipeline`"),
-    (CodecsBenchmark, {"codecs": (AUTO,)}, "codecs has .* chooses a parameter in a warm-up"),
     (CodecsBenchmark, {"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
     (CodecsBenchmark, {"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
     (CodecsBenchmark, {"data": ()}, r"data is empty"),
@@ -99,7 +98,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (CodecsBenchmark, {"shape": (1, 4, 8), "codecs": ("TransformQuant(bits=0.1)",)}, "bits is 0.1"),
     (CodecsBenchmark, {"rounds": 0}, "rounds is 0; allowed: at least 1"),
     (AssumptionsBenchmark, {"boundaries": ("aq-sgd",)}, "boundaries has 'aq-sgd', which learns from epoch to epoch"),
-    (AssumptionsBenchmark, {"boundaries": (AUTO,)}, "boundaries has .* chooses a parameter in a warm-up"),
     (AssumptionsBenchmark, {"boundaries": ("TransformQuant(bits=0.1)",)}, "bits is 0.1, .*at least"),
     (AssumptionsBenchmark, {"boundaries": ("int1",)}, "codec is 'int1'"),
     (AssumptionsBenchmark, {"backward": "nothing"}, "codec is 'nothing'"),
@@ -113,14 +111,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (ConvergenceBenchmark, {"boundaries": ("gradients:fp8",), "data": {"batch": 3}}, "batch is 3; allowed: multiples"),
     (ConvergenceBenchmark, {"backward": "nothing"}, "codec is 'nothing'"),
-    (
-        ConvergenceBenchmark, {"boundaries": (f"int4 / {AUTO}",), "regimes": ("finetune",)},
-        r"regimes is \('finetune',\), and boundary .int4 / .* has .*; allowed with it: scratch-warmup",
-    ),
-    (
-        ConvergenceBenchmark, {"boundaries": (AUTO,), "regimes": ("scratch-warmup",), "warmup_steps": 0},
-        "warmup_steps is 0, and boundary .* has TransformQuant.*; allowed: at least 1",
-    ),
+    (ConvergenceBenchmark, {"boundaries": (f"int4 / {AUTO}",)}, "bits is 'auto'; allowed: None or a number"),
     (ConvergenceBenchmark, {"boundaries": ("TransformQuant(bits=0.01)",)}, "bits is 0.01, .*at least"),
     (ConvergenceBenchmark, {"stages": 1}, "stages is 1; allowed: at least 2"),
     (ConvergenceBenchmark, {"stages": 9}, r"stages is 9; allowed: at most model.layers \(8\)"),
@@ -130,7 +121,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (ConvergenceBenchmark, {"model": {"family": "gpt3"}}, "model.family is 'gpt3'; allowed: llama"),
     (SPECTRUM, {"stages": 1}, "stages is 1; allowed: at least 2"),
     (SPECTRUM, {"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
-    (SPECTRUM, {"codecs": (AUTO,)}, "codecs has .* chooses a parameter in a warm-up"),
 ]  # fmt: skip
 
 if not torch.cuda.is_available():

@@ -121,17 +121,6 @@ def test_a_format_with_memory_sees_its_samples_again(recipe: TrainingRecipe):
     assert result["loss_through_codecs"] is None
 
 
-def test_a_rank_is_chosen_in_the_warm_up(recipe: TrainingRecipe):
-    auto = "TransformQuant(bits='auto')"
-    _, result = train(recipe, f"{auto} / {auto}", seed=0)
-    found = result["bits_forward"] - CHECKSUM_BITS
-    assert 2 < found < 16, "rates differ between the boundaries"
-    told = 16 * 8 / (2 * 16 * 32)  # in the last step of the warm-up
-    assert 4 * result["bits_forward_run"] == 64 + told + 4 * CHECKSUM_BITS + 2 * found
-    with pytest.raises(ValueError, match="warmup_steps is 0, and forward has TransformQuant"):
-        first_losses(dataclasses.replace(recipe, warmup_steps=0), f"{auto} / {auto}")
-
-
 def mean_square(model: nn.Module):
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return (model(inputs) - targets).square().mean()

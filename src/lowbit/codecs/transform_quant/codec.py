@@ -1,8 +1,6 @@
 """`TransformQuant`: tokens in a basis that both ends hold, one uniform step with dither, entropy-coded to a rate."""
 
-import logging
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,32 +11,15 @@ from torch import Tensor
 
 from lowbit.codecs.base import Session, StatefulCodec
 from lowbit.codecs.cast.codec import Cast
-from lowbit.codecs.transform_quant.basis import Basis, Transform, coefficients, follow, leading, renew
+from lowbit.codecs.transform_quant.basis import Basis, Transform, follow, renew
 from lowbit.codecs.transform_quant.memory import BAD_STREAMS, ONE, SEEN, Memory, factors, packed, sampled, sinks
-from lowbit.codecs.transform_quant.reference import (
-    HIGHEST,
-    LOWEST,
-    NAN,
-    TransformGeometry,
-    costs,
-    decode,
-    encode,
-    fitted,
-    scales,
-    transform_geometry,
-)
+from lowbit.codecs.transform_quant.reference import TransformGeometry, decode, encode, transform_geometry
 from lowbit.escape import shown
 from lowbit.kernels import apart, implementation
-from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.layout import ALIGNMENT
-
-log = logging.getLogger(__name__)
 
 MOST = 16.0  # bits
 CODED = {"token": 3.0, "message": 1.85}  # bits of an element for symbols, where no rate is set, by `step`
-GRAIN = 64  # selectable rates per bit
-DECIBELS = 30.0
-FINEST = 4 * 24  # the smallest step that is tried, in quarters of an octave below the largest coefficient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +45,9 @@ class TransformQuant(StatefulCodec):
 
     Pretrained models have sinks: tokens, mostly the first, to which every later token attends and whose norm may be 100
     times that of others. With step="token", one of more than 4 times the median norm gets the step of the median, so
-    that its error is as small as that of others (tokens of zeros do not count). This takes a bit per element for each
-    factor of 2, up to 256. If it would take more than 1/4 bit per element of the message, such steps stay larger.
+    that its error is as small as that of others (tokens of zeros do not count). Halving its error costs one bit per
+    element, and the factor is at most 256. If that would take more than 1/4 bit per element of the message, such steps
+    stay larger.
 
     Models are much more sensitive to errors in some channels than in others: in Gemma 3 the roots of channels'
     mean-square gradients span 6 to 9 octaves. A sender of activations receives their gradients. With step="token" it
@@ -115,20 +97,10 @@ class TransformQuant(StatefulCodec):
         bits: bits per element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
             or 1.85 with step="message", plus scales and directions; if these take more than 16, as with one token or
             one channel, a tensor is sent as it is. A number that is too low for a tensor is an error, except after
-            larger tensors of the same width: a last, smaller batch is sent as it is. "auto": in the last step of the
-            warm-up, a sender chooses the rate that gives `decibels` for its first message, and sends its choice with
-            the messages of that step. Each tensor of each boundary gets its own rate. No session can be opened before
-            the warm-up is over.
+            larger tensors of the same width: a last, smaller batch is sent as it is. `RateGoal` chooses a
+            number from data.
         step: "token": the error of each token is relative to its norm, or for sinks to the median norm, which suits
             activations; "message": it is the same for all, which suits gradients.
-        decibels: signal-to-noise ratio that "auto" aims at, more than 0 and at most 80. The basis fits later messages
-            less well than the one it is chosen for: expect about 2 dB less, and much less while a model changes fast.
-        nats: instead of `decibels`, the cost that "auto" aims at: how much higher the loss may be with the coded
-            activations of all boundaries, more than 0. In the last step but one of the warm-up, each sender looks at
-            the first activations and their gradient. It takes the rate whose expected cost is an equal part of `nats`
-            for each boundary. Gradients get 1.15 bits less than the activations of their boundary, as without `bits`.
-            The loss is assumed to be the mean over the tokens of a message. The cost is a forecast: see
-            `LowBitStage.raise_rates`, and `lowbit train`, which measures it and raises rates.
     """
 
     payload_version: ClassVar[int] = 5
@@ -136,91 +108,28 @@ class TransformQuant(StatefulCodec):
     # made the directions, not for those that a checkpoint holds.
     compared: ClassVar[tuple[str, ...]] = ("directions", "messages", "digest")
 
-    bits: float | Literal["auto"] | None = None
+    bits: float | None = None
     step: Literal["token", "message"] = "token"
-    decibels: float = DECIBELS
-    nats: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, str | bool):
-            if self.bits != "auto":
-                raise ValueError(f"bits is {shown(self.bits)}; allowed: a number above 0, at most {MOST:g}, or 'auto'")
-        elif self.bits is not None:
-            object.__setattr__(self, "bits", _number("bits", self.bits, MOST, ", or 'auto'"))
-        object.__setattr__(self, "decibels", _number("decibels", self.decibels, 80.0))
-        if self.nats is not None:
-            object.__setattr__(self, "nats", _number("nats", self.nats, sys.float_info.max))
-            if self.bits != "auto":
-                raise ValueError(
-                    f"nats is {self.nats:g}, and bits is {shown(self.bits)}; allowed with nats: bits='auto'"
-                )
-            if self.decibels != DECIBELS:
-                raise ValueError(f"nats is {self.nats:g}, and decibels is {self.decibels:g}; allowed: one of them")
+        if self.bits == "auto":
+            raise ValueError("bits is 'auto'; allowed: None or a number, which RateGoal and `lowbit train` can choose")
+        if self.bits is not None:
+            object.__setattr__(self, "bits", check_above_0("bits", self.bits, MOST))
         if self.step not in CODED:
             raise ValueError(f"step is {shown(self.step)}; allowed: 'token', 'message'")
 
     def __repr__(self) -> str:
-        """Show the settings, except a rate that depends on the shape, and the error only if it is set."""
+        """Show the settings, except a rate that depends on the shape."""
         bits = "" if self.bits is None else f"bits={self.bits!r}, "
-        wanted = f", decibels={self.decibels!r}" if self.nats is None else f", nats={self.nats!r}"
-        wanted = wanted if self.bits == "auto" else ""
-        return f"{type(self).__name__}({bits}step={self.step!r}{wanted})"
-
-    @property
-    def settled(self) -> bool:
-        return self.bits != "auto"
+        return f"{type(self).__name__}({bits}step={self.step!r})"
 
     def for_gradients(self) -> "TransformQuant":
         """Return the format with one step for all tokens and the same rate, or about a bit less if none is set."""
         return replace(self, step="message")
 
-    @property
-    def wanted_nats(self) -> float | None:
-        return self.nats
-
-    def choose(self, x: Tensor, gradient: Tensor | None = None, part: float = 1.0, *, backward: bool = False) -> int:
-        """Choose the rate for messages like `x`, (..., C), in 64ths of a bit; the default if `x` is unusable."""
-        rows, channels = _folded(x.shape)
-        codec = replace(self._unset, step="token") if backward else self._unset
-        geo, x_RC = codec.geometry(x.shape), x.detach().reshape(rows, channels)
-        with apart(x.device):
-            if self.nats is None:
-                return self._rate(x.shape, coded_bits(x_RC, self.decibels, geo), "it is zeros, or has NaN or Inf")
-            if gradient is None:
-                return self._rate(x.shape, None, "it had no gradient before the last step of the warm-up")
-            coded = bits_for_loss(x_RC, gradient.detach().reshape(rows, channels), part * self.nats, geo)
-        if coded is not None and backward:
-            coded = max(0.0, coded - (CODED["token"] - CODED["message"]))
-        return self._rate(x.shape, coded, "it or its gradient is zeros, or has NaN or Inf")
-
-    def settle(self, choice: int) -> "TransformQuant":
-        return self if self.settled else replace(self._unset, bits=choice / GRAIN or None)
-
-    def raised(self, choice: int, bits: float) -> int:
-        return min(int(MOST * GRAIN), choice + math.ceil(bits * GRAIN)) if choice else 0
-
-    @property
-    def _unset(self) -> "TransformQuant":
-        """Return this format without a rate."""
-        return replace(self, bits=None, nats=None)
-
-    def _rate(self, shape: Sequence[int], coded: float | None, why: str) -> int:
-        """Turn the bits per element of the symbols into a choice.
-
-        None: the default rate, with a warning that says `why`. The choice is 0 (no set rate) if the sections besides
-        the symbols alone exceed the highest rate.
-        """
-        if coded is None:
-            log.warning("no rate can be chosen for %s: %s; using %g bits", tuple(shape), why, CODED[self.step])
-            coded = CODED[self.step]
-        geo, numel = self._unset.geometry(shape), math.prod(shape)
-        size = geo.overhead() + numel * coded / 8
-        if 8 * geo.least() > MOST * numel:
-            return 0
-        return min(int(MOST * GRAIN), math.ceil(max(size, geo.least()) * 8 * GRAIN / numel))
-
     def shared_by(self, shape: Sequence[int]) -> int:
-        return _folded(shape)[1]
+        return folded(shape)[1]
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         geo, numel = self.geometry(shape), math.prod(shape)
@@ -232,11 +141,11 @@ class TransformQuant(StatefulCodec):
         """Compute the sizes of a payload.
 
         Raises:
-            ValueError: the rate is too low for directions, scales and empty streams, or has not been chosen yet.
+            ValueError: the rate is too low for directions, scales and empty streams.
         """
         geo = self._geometry(shape)
         if not self._has_room(geo):
-            assert isinstance(self.bits, float)
+            assert self.bits is not None
             raise ValueError(
                 f"bits is {self.bits:g}, which is {int(self.bits * math.prod(shape) / 8)} bytes for messages of "
                 f"{tuple(shape)}; allowed: at least {math.ceil(800 * geo.least() / math.prod(shape)) / 100:.2f}, for "
@@ -252,12 +161,7 @@ class TransformQuant(StatefulCodec):
         return self.bits is None or not geo.rows * geo.channels or geo.layout.nbytes >= geo.least()
 
     def _geometry(self, shape: Sequence[int]) -> TransformGeometry:
-        if isinstance(self.bits, str):
-            raise ValueError(
-                "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
-                "earlier; allowed here: a number, or None"
-            )
-        rows, channels = _folded(shape)
+        rows, channels = folded(shape)
         return transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
 
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
@@ -381,104 +285,17 @@ class TransformSession(Session):
         self._memory.load_state_dict(state, self.codec)
 
 
-def _folded(shape: Sequence[int]) -> tuple[int, int]:
+def folded(shape: Sequence[int]) -> tuple[int, int]:
     """Fold any shape to (tokens, channels)."""
     padded = (1, 1, *shape)
     return math.prod(padded[:-1]), padded[-1]
 
 
-def _number(name: str, value: object, most: float, besides: str = "") -> float:
-    """Return a setting as a float if it is above 0 and at most `most`."""
+def check_above_0(name: str, value: object, most: float) -> float:
+    """Return a setting as a float; ValueError unless it is a number above 0 and at most `most`."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
-        raise ValueError(f"{name} is {shown(value)}; allowed: a number above 0, at most {most:g}{besides}")
+        raise ValueError(f"{name} is {shown(value)}; allowed: a number above 0, at most {most:g}")
     return float(value)
-
-
-def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float | None:
-    """Bits per element, for the symbols of these tokens alone, as the tables predict.
-
-    The principal directions of every second token stand for the basis, which follows the tokens of a run with some
-    delay, and the other tokens are coded with it. None: unusable, because they are zeros or have NaN or Inf.
-    """
-    x_RC = x_RC.float()
-    most = float(x_RC.abs().amax())
-    if not SMALLEST <= most < math.inf:
-        return None
-    seen_RC, x_RC = (x_RC[::2], x_RC[1::2]) if len(x_RC) > 1 else (x_RC, x_RC)
-    z_RC = coefficients(x_RC, leading(seen_RC, geo.directions, torch.tensor(1 / most)))
-    level_C, token_R, _, level, _ = fitted(z_RC, geo)
-    scale_RC = scales(level_C, token_R, int(level))[token_R < NAN]
-    if not scale_RC.numel():
-        return None
-    if geo.by_token:
-        variance_RC, step = torch.exp2(0.5 * scale_RC.double()), int(scale_RC.amax()) + 8
-        while float(_errors(variance_RC, step).mean()) > 10 ** (-decibels / 10):
-            step -= 1
-    else:
-        power = float((z_RC / most).square().mean()) * most**2
-        step = round(2 * math.log2(12 * power) - 4 * decibels / (20 * math.log10(2)))
-    return _bits(scale_RC, step) / x_RC.numel()
-
-
-def bits_for_loss(x_RC: Tensor, gradient_RC: Tensor, nats: float, geo: TransformGeometry) -> float | None:
-    """Bits per element, for the symbols of these tokens alone, at which their error is expected to cost `nats`.
-
-    An error e of a boundary's activations, whose mean is zero, changes a loss by e' H e / 2. The empirical Fisher
-    matrix stands for H: with the gradient g of a loss that is the mean over N tokens, and errors that are independent
-    between tokens and alike in all channels, with the variance s_t^2 in token t,
-
-        cost = N / 2 * sum over t of (g_t . e_t)^2 = N / 2 * sum over t of |g_t|^2 s_t^2.
-
-    Each half of the tokens is coded with the principal directions of the other. None: activations or gradients are
-    unusable, because they are zeros or have NaN or Inf.
-    """
-    x_RC, gradient_RC = x_RC.float(), gradient_RC.float()
-    most, steepest = float(x_RC.abs().amax()), float(gradient_RC.abs().amax())
-    if not (SMALLEST <= most < math.inf and 0 < steepest < math.inf):
-        return None
-    halves = [(x_RC[::2], x_RC[1::2]), (x_RC[1::2], x_RC[::2])] if len(x_RC) > 1 else [(x_RC, x_RC)]
-    size = torch.tensor(1 / most)
-    z_RC = torch.cat([coefficients(coded, leading(seen, geo.directions, size)) for seen, coded in halves])
-    felt_RC = torch.cat([gradient_RC[1::2], gradient_RC[::2]]) if len(x_RC) > 1 else gradient_RC
-    level_C, token_R, norm_R, level, norm = fitted(z_RC, geo)
-    known_R = token_R < NAN
-    scale_RC = scales(level_C, token_R, int(level))[known_R]
-    # Steps are relative to norms, if there are any.
-    square_R = torch.exp2(0.5 * (norm - norm_R[known_R].double()) * geo.by_token)
-    weight_R = len(x_RC) / 2 * felt_RC[known_R].double().square().sum(1) * square_R
-    if not float(weight_R.sum()) > 0:
-        return None
-    variance_RC, first = torch.exp2(0.5 * scale_RC.double()), int(scale_RC.amax()) + 8
-    coarser = cost = 0.0
-    for step in range(first, first - FINEST, -1):
-        if geo.by_token:
-            cost = float(weight_R @ _errors(variance_RC, step).mean(1))
-        else:
-            cost = float(weight_R.sum()) * 2.0 ** (0.5 * step) / 12
-        if cost <= nats:
-            bits = _bits(scale_RC, step) / x_RC.numel()
-            if not coarser:
-                return bits
-            # Between two steps, costs and bits are both about linear in the step's logarithm.
-            share = math.log(nats / cost) / math.log(coarser / cost) if cost > 0 else 0.0
-            return bits + share * (_bits(scale_RC, step + 1) / x_RC.numel() - bits)
-        coarser = cost
-    return _bits(scale_RC, first - FINEST) / x_RC.numel()
-
-
-def _errors(variance_RC: Tensor, step: int) -> Tensor:
-    """Mean squares of the errors of coefficients of these variances, with a step in quarters of an octave.
-
-    Approximately: those of the best linear estimates under uniform noise.
-    """
-    square = 2.0 ** (0.5 * step)
-    return variance_RC * square / (12 * variance_RC + square)
-
-
-def _bits(scale_RC: Tensor, step: int) -> float:
-    """Bits of all symbols with this step, by the tables."""
-    cost = torch.from_numpy(costs()).to(scale_RC.device)
-    return float(cost[(scale_RC - step).clamp(LOWEST, HIGHEST) - LOWEST].sum())
 
 
 SHORT_NAMES = {"transform": TransformQuant, "transform-backward": partial(TransformQuant, step="message")}

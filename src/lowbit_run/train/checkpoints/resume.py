@@ -5,7 +5,6 @@ rank that had its number. A codec takes the state of the boundary after the same
 both ends of the boundary can take it from the same pipeline.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,7 +23,7 @@ from lowbit_run.train.checkpoints.save import DTYPES, Checkpoints, raise_everywh
 from lowbit_run.train.checkpoints.search import SavedStep, Search
 from lowbit_run.train.checkpoints.state import FOLLOWED, End, aliases_of, ends_of, parameters_of, restore
 from lowbit_run.train.config import RunConfig
-from lowbit_run.train.identity import CHOSEN, Change, changes_between, refuse
+from lowbit_run.train.identity import Change, changes_between, refuse
 from lowbit_run.train.stages import Pipeline
 
 log = escape.logger(__name__)
@@ -44,14 +43,15 @@ def resume(
     replica: int,
     run: RunConfig,
     group: dist.ProcessGroup | None,
-    adopt: Callable[[Any], None] | None = None,
+    take_over: Callable[[int, Mapping[str, Any]], str],
 ) -> tuple[int, list[dict[str, Any]]]:
     """Restore the newest intact step; every rank must call it.
 
     Args:
         now: the manifest of this run. replica: number of this rank's pipeline.
         run: whether there must be a checkpoint, and which keys may have changed since.
-        adopt: called with the formats that the run itself chose earlier, before the states of codecs are restored.
+        take_over: called with the steps done and the identity of the checkpoint, which has what the run itself chose,
+            before the states of codecs are restored; returns an error message, or "".
 
     Returns:
         Steps done, 0 if no rank has any checkpoint; and all changes since the run began, oldest first.
@@ -68,8 +68,8 @@ def resume(
         return 0, []
     where = f"checkpoint {folder / step_name(saved.step)}"
     changes = _compare(saved, now, where, rank, run.allow_change, group)
-    if adopt is not None and CHOSEN in saved.first.identity:
-        adopt(saved.first.identity[CHOSEN])
+    problem = take_over(saved.step, saved.first.identity)
+    raise_everywhere(f"{where}: {problem}" if problem else "", group)
     sources = _Sources(saved, pipeline, rank=rank, replica=replica)
     raise_everywhere(f"{where}: {sources.problem}" if sources.problem else "", group)
     received = ShareExchange(saved, folder, group, run.timeout_seconds).run(sources.items)
@@ -190,35 +190,17 @@ class _Sources:
                     self._lanes[lane] = memory
                 if in_warm_up or not pipeline.layout.crosses(int(lane.split()[1])):
                     continue
-                if not parse(codec).settled and (memory is None or not memory.has_choice):
-                    self._note_problem(
-                        f"it does not record what {codec} chose in the warm-up, which {lane} (after layer "
-                        f"{end.after_layer}) needs; allowed: a format with all parameters set, with "
-                        f"--allow-change pipeline.{end.direction}"
-                    )
-                elif parse(codec).stateful and (memory is None or not memory.whole):
+                if parse(codec).stateful and memory is None:
                     yield lane
 
     def _memory_for(self, end: End, codec: str) -> "_Memory | None":
-        """Return the memory saved for a lane's place, else the choice saved for the nearest place that has one."""
+        """Return the memory saved for a lane's place, if the codec can use it."""
         replicas = sorted(self._memories, key=lambda r: (r != self._replica % len(self._memories), r))
         for replica in replicas:
             memories = self._memories[replica]
             if end in memories and end.other in memories and self._fits(memories[end], codec):
                 return memories[end]
-        if parse(codec).settled:
-            return None
-        near = [
-            (abs(other.after_layer - end.after_layer), other.after_layer, replica, memory)
-            for replica, memories in self._memories.items()
-            for other, memory in memories.items()
-            if other.direction == end.direction and memory.has_choice and _same(memory.codec, codec)
-        ]
-        if not near:
-            return None
-        memory = min(near, key=lambda each: each[:3])[-1]
-        choices = {path: v for path, v in memory.values.items() if path.endswith("/choice")}
-        return dataclasses.replace(memory, values=choices, items={}, whole=False)  # which also fits other places
+        return None
 
     def _fits(self, memory: "_Memory", codec: str) -> bool:
         """Whether a codec can use a memory: the same format and, unless shapes share a memory, the same shape."""
@@ -238,11 +220,6 @@ class _Memory:
     codec: str
     values: dict[str, Any]
     items: dict[str, Item]
-    whole: bool = True
-
-    @property
-    def has_choice(self) -> bool:
-        return any(path.endswith("/choice") for path in self.values)
 
 
 def _memories(saved: SavedStep) -> dict[int, dict[End, _Memory]]:

@@ -1,13 +1,14 @@
-"""`TransformQuant(bits="auto")`: a rate by the wanted error, or by what the error is expected to cost of the loss."""
+"""`RateGoal`: a rate by the wanted error, or by what the error is expected to cost of the loss."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lowbit.codecs import TransformQuant
-from lowbit.codecs.transform_quant.codec import bits_for_loss
+from lowbit.codecs import RateGoal, TransformQuant
+from lowbit.codecs.transform_quant.rates import bits_for_loss, raised
 from tests.lowbit.codecs.transform_quant.messages import crossed, decibels, ends, tokens
 
 ROWS, CHANNELS = 256, 64
@@ -22,17 +23,19 @@ def example() -> tuple[Tensor, Tensor]:
     return x, gradient
 
 
+def rate(codec: TransformQuant) -> float:
+    assert codec.bits is not None
+    return codec.bits
+
+
 @pytest.mark.parametrize("step", ["token", "message"])
 @pytest.mark.parametrize("goal", ["nats=0.2", "nats=0.02", "nats=0.002", "decibels=20", "decibels=30"])
-def test_the_rate_that_is_chosen_errs_and_costs_about_as_much_as_is_wanted(goal: str, step: str) -> None:
+def test_the_rate_that_is_chosen_errs_and_costs_about_as_much_as_is_wanted(goal: str, step: Any) -> None:
     (x, gradient), (name, _, wanted) = example(), goal.partition("=")
     if name == "decibels":
         x[::50] /= 5  # steps are relative to the median token's norm, and decibels to the largest tokens'
-    codec = TransformQuant(bits="auto", step=step, **{name: float(wanted)})
-    assert not codec.settled
-    settled = codec.settle(codec.choose(x, gradient, 0.5))
-    assert (settled.settled, settled.nats) == (True, None)
-    sender, receiver = ends(settled, (ROWS, CHANNELS))
+    settings: Any = {name: float(wanted)}
+    sender, receiver = ends(RateGoal(step=step, **settings).choose(x, gradient, part=0.5), (ROWS, CHANNELS))
     for _ in range(12):
         y = crossed(sender, receiver, x)
     # Half of (g . e)^2, in the mean over errors alike in all channels; the loss is a mean over the tokens.
@@ -49,9 +52,8 @@ def test_a_quarter_of_the_cost_takes_a_bit_more_and_gradients_a_bit_less() -> No
     bits = [bits_for_loss(x, gradient, nats, geo) or 0.0 for nats in (4e-4, 1e-4)]
     assert bits[1] - bits[0] == pytest.approx(1, abs=0.1)
     assert bits_for_loss(x, 2 * gradient, 4e-4, geo) == pytest.approx(bits[1], abs=0.02)
-    codec = TransformQuant(bits="auto", nats=1e-4)
-    rates = [codec.choose(x, gradient, 1.0) / 64]
-    rates.append(codec.for_gradients().choose(x, gradient, 1.0, backward=True) / 64)
+    goal = RateGoal(nats=1e-4)
+    rates = [rate(goal.choose(x, gradient)), rate(goal.for_gradients().choose(x, gradient, backward=True))]
     assert 1.1 < rates[0] - rates[1] < 1.35  # a gradient has neither norms nor weights to send
     x[3], gradient[3] = 0, 0
     assert bits_for_loss(x, gradient, 1e-4, geo) == pytest.approx(bits[1], abs=0.1), "a token of zeros does not count"
@@ -59,13 +61,18 @@ def test_a_quarter_of_the_cost_takes_a_bit_more_and_gradients_a_bit_less() -> No
 
 def test_rates_stay_between_the_least_and_the_most() -> None:
     x, gradient = example()
-    least = TransformQuant(bits="auto", nats=1e9)
-    settled = least.settle(least.choose(x, gradient, 1.0))
-    assert settled.nbytes(x.shape) < 0.6 * x.numel() / 8 * 2
-    crossed(*ends(settled, (ROWS, CHANNELS)), x)
-    assert TransformQuant(bits="auto", nats=1e-30).choose(x, gradient, 1.0) == 16 * 64
-    codec = TransformQuant(bits="auto", nats=0.01)
-    assert (codec.raised(64, 0.5), codec.raised(1000, 2.0)) == (96, 1024)
+    least = RateGoal(nats=1e9).choose(x, gradient)
+    assert least.nbytes(x.shape) < 0.6 * x.numel() / 8 * 2
+    crossed(*ends(least, (ROWS, CHANNELS)), x)
+    assert rate(RateGoal(nats=1e-30).choose(x, gradient)) == 16
+    more = raised(TransformQuant(bits=1), 0.495), raised(TransformQuant(bits=15.5), 2.0), raised(TransformQuant(), 1.0)
+    assert more == (TransformQuant(bits=1.5), TransformQuant(bits=16), TransformQuant())
+
+
+def test_gradients_by_error_are_measured_themselves() -> None:
+    x, gradient = example()
+    goal = RateGoal(step="message")
+    assert goal.choose(x, gradient, backward=True) == goal.choose(gradient) != goal.choose(x, gradient)
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
@@ -75,13 +82,21 @@ def test_tokens_that_tell_nothing_choose_the_rate_of_none(
 ) -> None:
     x, gradient = example()
     {"all": x, "gradient": gradient, "every second": x[1::2]}[which].fill_(bad)
-    chosen = TransformQuant(bits="auto", nats=nats).choose(x, gradient, 1.0)
-    assert abs(chosen / 64 - TransformQuant().bits_per_element(x.shape)) < 0.1
+    chosen = rate(RateGoal(nats=nats).choose(x, gradient))
+    assert abs(chosen - TransformQuant().bits_per_element(x.shape)) < 0.1
     assert f"it {'' if nats is None else 'or its gradient '}is zeros, or has NaN or Inf" in caplog.text
+
+
+def test_no_gradient_is_a_warning_and_the_rate_of_none(caplog: pytest.LogCaptureFixture) -> None:
+    x, _ = example()
+    for goal, backward in ((RateGoal(nats=0.01), False), (RateGoal(), True)):
+        chosen = rate(goal.choose(x, backward=backward))
+        assert abs(chosen - TransformQuant().bits_per_element(x.shape)) < 0.1
+        assert "it had no gradient; using 3 bits" in caplog.text
+        caplog.clear()
 
 
 @pytest.mark.parametrize("shape", [(1, 600), (300, 1), (1, 1), (2, 5, 7)])
 def test_unusual_shapes_get_a_rate(shape: tuple[int, ...]) -> None:
     x, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    codec = TransformQuant(bits="auto", nats=0.01)
-    crossed(*ends(codec.settle(codec.choose(x, gradient, 1.0)), shape), x)
+    crossed(*ends(RateGoal(nats=0.01).choose(x, gradient), shape), x)

@@ -138,27 +138,28 @@ def test_boundaries_at_the_same_place_go_on_as_they_were(ranks: Ranks, tmp_path:
     lines = ranks.run(part, four, 100, ranks=4, timeout=LIMIT)[0]
     [line] = [line for line in lines if "without their earlier state" in line]
     assert "boundary 0 forward, boundary 0 backward, boundary 2 forward, boundary 2 backward" in line
-    assert len(choices(config, 10)) == 3, "taken from the nearest boundary"
+    first, second = (choices(config, step) for step in (8, 10))
+    assert list(second) == [f"after layer {layer} forward" for layer in range(3)]
+    assert set(second.values()) == set(first.values()), "taken from the nearest boundary"
 
 
-def choices(config: TrainConfig, step: int) -> dict[str, int]:
-    """What senders have chosen, by place, as manifests of a step tell it."""
-    found = {}
-    for path in Path(config.run.output).glob(f"checkpoints/step-{step:08d}/*/manifest.json"):
-        for unit in json.loads(path.read_text())["codecs"]:
-            for name, value in unit["values"].items():
-                if name.endswith("/choice") and unit["outgoing"]:
-                    found[f"after layer {unit['after_layer']} {unit['direction']}"] = value
-    return found
+def choices(config: TrainConfig, step: int) -> dict[str, float]:
+    """The rates that a run has chosen, by place, as all manifests of a step record them."""
+    paths = Path(config.run.output).glob(f"checkpoints/step-{step:08d}/*/manifest.json")
+    [text] = {json.dumps(json.loads(path.read_text())["identity"]["pipeline.rates"]) for path in paths}
+    return {f"after layer {layer} {direction}": bits for direction, layer, _, bits in json.loads(text)}
 
 
-def test_a_choice_that_nobody_made_is_missed_in_one_line(ranks: Ranks, tmp_path: Path):
+def test_a_rate_that_is_not_recorded_is_missed_in_one_line(ranks: Ranks, tmp_path: Path):
+    """Where one rank had no boundary; checkpoints of versions that recorded choices elsewhere lack it, too."""
     pipeline = ONE | {"forward": AUTO, "warmup_steps": 1}
     config = tiny(tmp_path, pipeline=pipeline, run={"steps": 3, "checkpoint_every": 2})
     part(config, 2)
     for outcome in ranks.outcomes(losses, again(config, pipeline={"ranks": 2}, run=RESUME), timeout=LIMIT):
         assert outcome.kind == "CheckpointError"
-        assert "chose in the warm-up, which boundary 0 forward (after layer 1) needs; allowed:" in outcome.text
+        assert "does not record the rate of TransformQuant(bits='auto', " in outcome.text
+        assert "for boundary 0 forward (after layer 1); allowed:" in outcome.text
+        assert len(outcome.text.splitlines()) == 1
 
 
 CHANGES: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
