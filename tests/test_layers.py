@@ -132,7 +132,7 @@ THREADS = {
     **dict.fromkeys(
         [
             f"lowbit_run/{name}.py"
-            for name in ("job/launch", "job/output", "job/stop", "doctor/survey", "train/progress")
+            for name in ("job/launch", "job/output", "job/stop", "doctor/survey", "train/progress", "report/command")
         ],
         "never inside PyTorch",
     ),
