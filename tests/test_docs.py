@@ -181,6 +181,15 @@ def test_scripts_for_several_ranks_run(page: Path, block: Block, tmp_path: Path)
     run(script, block.ranks)
 
 
+def test_a_finished_pipeline_of_the_tutorial_starts_again(tmp_path: Path):
+    script = tmp_path / "pipeline.py"
+    [body] = [b.body for b in blocks((ROOT / "docs/tutorials/own-pipeline.md").read_text()) if b.ranks]
+    script.write_text(body.replace("4, 20\n", "4, 10\n"))
+    assert "step 10: loss" in run(script, 2)
+    again = run(script, 2)
+    assert (again.count("step 10: loss"), again.count("evaluation: loss")) == (1, 2)  # of both
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_options_and_links_exist_and_every_block_is_read(page: Path):
     text = page.read_text()

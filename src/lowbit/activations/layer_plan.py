@@ -190,6 +190,7 @@ class LayerPlan:
         def code(choice: LayerChoice, parts: Mapping[str, nn.Module]) -> None:
             for prefix, module in parts.items() if choice.is_coded else ():
                 done = compress(module, self._policy(choice, rounding))
+                applied.attention += [bits for bits in done.attention if bits not in applied.attention]
                 applied.bits.update({f"{prefix}.{name}".strip("."): bits for name, bits in done.bits.items()})
 
         try:

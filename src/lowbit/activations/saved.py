@@ -7,8 +7,7 @@ imported: functions that are not loaded are not used.
 
 import functools
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +31,10 @@ from lowbit.activations.follow import (
 )
 from lowbit.activations.functions import first_order
 from lowbit.activations.handlers import Followed, norm_or_activation
-from lowbit.activations.policy import Format, LayerAware
+from lowbit.activations.policy import KINDS, WHOLE, Format, LayerAware
 from lowbit.activations.recipes import Rebuilt, SavedTensors
 from lowbit.activations.structure import activation_like, is_activation, linear_like, norm_like
+from lowbit.codecs import GroupInt
 
 if TYPE_CHECKING:
     from lowbit.activations.layer_plan import LayerPlan
@@ -119,7 +119,7 @@ def compress(model: nn.Module, policy: LayerAware) -> "Compressed":
         raise ValueError(
             f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
         )
-    return Compressed(model, bits)
+    return Compressed(model, bits, [policy.bits_of("attention")])
 
 
 def check_new(model: nn.Module) -> None:
@@ -157,20 +157,35 @@ class Compressed:
         bits: layer type and bits (or codec) of each norm, activation function and linear layer, by name. A linear layer
             uses its bits only where its input cannot be rebuilt from another layer's payloads. With a `LayerPlan`: of
             modules in few bits.
+        attention: bits (or codec) of the values of attention; several if a `LayerPlan` has several.
     """
 
-    def __init__(self, model: nn.Module, bits: dict[str, tuple[str, Format]]) -> None:
-        self.bits, self._model = bits, model
+    def __init__(self, model: nn.Module, bits: dict[str, tuple[str, Format]], attention: Sequence[Format] = ()) -> None:
+        self.bits, self.attention, self._model = bits, list(attention), model
 
     def remove(self) -> None:
         """Restore the modules' own forward."""
         restore_(self._model)
 
     def __repr__(self) -> str:
-        kinds = Counter(f"{kind} in {f'{b} bits' if isinstance(b, int) else b}" for kind, b in self.bits.values())
-        kinds["checkpoint"] = sum(is_checkpointed(module) for module in self._model.modules())
-        text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items() if count)
-        return f"Compressed({text})"
+        """Return a table: what is kept in how many bits, in how many modules, and their names within a layer."""
+        modules: dict[tuple[str, str], list[str]] = {}
+        for name, (kind, bits) in sorted(self.bits.items(), key=lambda each: KINDS.index(each[1][0])):
+            modules.setdefault((kind, _in_words(bits)), []).append(name.rpartition(".")[2])
+        rows = [(*key, str(len(names)), ", ".join(dict.fromkeys(names))) for key, names in modules.items()]
+        for bits in self.attention:
+            more = "values; queries and keys take 2.25 bits more" if bits in range(WHOLE) else ""
+            rows.append(("attention", _in_words(bits), "all", more))
+        if count := sum(is_checkpointed(module) for module in self._model.modules()):
+            rows.append(("checkpoint", "input", str(count), "layers that backward computes again"))
+        lines = [("kept", "bits", "modules", "where"), *rows]
+        first, second = (max(len(line[i]) for line in lines) for i in (0, 1))
+        return "\n".join(f"{a:<{first}}  {b:<{second}}  {c:>7}  {d}".rstrip() for a, b, c, d in lines)
+
+
+def _in_words(bits: Format) -> str:
+    """Return a number of bits, also that of a codec with integers; another codec in full."""
+    return "as it is" if bits == WHOLE else str(bits.bits if isinstance(bits, GroupInt) else bits)
 
 
 def _replacement(name: str, module: nn.Module, model: nn.Module) -> tuple[str, Callable[..., Any] | None, Any]:

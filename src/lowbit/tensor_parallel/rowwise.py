@@ -180,6 +180,20 @@ class Installed:
                 if value is not None:
                     module.__dict__[name] = value
 
+    def __repr__(self) -> str:
+        """Return a table of the sums: layer, ranks, format and its bits per element; and when they are coded."""
+        width = max([5, *(len(each.name) for each in self.sums)])
+        lines = [f"{'layer':<{width}}  ranks  features  bits  format"]
+        for each in self.sums:
+            bits = "–" if each.codec is None else f"{each.codec.bits_per_element((1, each.width)):.2f}"
+            kind = "not coded" if each.codec is None else type(each.codec).__name__
+            lines.append(f"{each.name:<{width}}  {each.ranks:>5}  {each.width:>8}  {bits:>4}  {kind}")
+        if not self.sums:
+            lines = [f"{len(self._before)} layers of emulated ranks"]
+        elif self.thresholds is not None:
+            lines.append(f"coded where that is faster: {self.thresholds}")
+        return "\n".join(lines)
+
     def __enter__(self) -> Self:
         return self
 

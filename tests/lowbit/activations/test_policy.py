@@ -232,7 +232,9 @@ def test_codecs_by_layer_type(codec: Codec):
     ours = copy.deepcopy(model)
     done = compress_saved_(ours, LayerAware(bits=codec))
     assert set(done.bits.values()) == {(kind, codec) for kind in ("norm", "mlp", "linear")}
-    assert "norm in " + repr(codec) in repr(done)
+    text = str(codec.bits) if isinstance(codec, GroupInt) else repr(codec)
+    assert [line.split("  ")[0] for line in str(done).splitlines()] == ["kept", "norm", "mlp", "linear", "attention"]
+    assert all(f"  {text}  " in line for line in str(done).splitlines()[1:])
     with saved_bytes(ours) as saved:
         y = ours(x)
     torch.testing.assert_close(y, model(x))

@@ -40,6 +40,8 @@ def test_one_graph_however_installed() -> None:
     compare(toy)
     drift, watched = Drift(every=1), []
     installed = low_bit_(toy, calibrated(), settings=CODED, drift=drift)
+    assert [line.split()[0] for line in str(installed).splitlines()] == ["layer", *LAYERS]
+    assert "  FeatureInt" in str(installed)
     installed.sums[0].watch = lambda name, partials, total: watched.append(name)
     compare(toy)
     values = 3 * ids().numel() * WIDTH  # explained, run, run compiled
