@@ -159,11 +159,17 @@ class Train(Config):
         parser = super().parser(program)
         about = "Check the run as far as one machine can, print it, and start nothing."
         parser.add_argument("--dry-run", action="store_true", help=about)
+        about = "Download a model that model.pretrained names on the Hugging Face Hub, without asking."
+        parser.add_argument("--yes", action="store_true", help=about)
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Train, or only check the run."""
         config, options = self.parser(program).resolve(words, "config")
+        if config.model.pretrained:
+            from lowbit_run.train.hub import with_model
+
+            config = with_model(config, agreed=options.get("yes", False))
         if options.get("dry_run"):
             from lowbit_run.train.launch import check_early
 

@@ -333,7 +333,7 @@ def test_files_that_come_along_are_files_of_the_folder(
     assert caplog.text.count("it is a link out of the folder, or not a file") == 4
 
 
-@pytest.mark.parametrize("command", ["train --model.pretrained", "train --data.tokenizer", "evaluate"])
+@pytest.mark.parametrize("command", ["train --data.tokenizer", "evaluate"])
 def test_a_name_of_the_hub_says_how_to_download_it(command: str, tmp_path: Path, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)
     result = invoke(*command.split(), "Qwen/Qwen3-0.6B")

@@ -1,0 +1,78 @@
+"""Models on the Hugging Face Hub: a name in place of a folder is downloaded once somebody has agreed."""
+
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lowbit import escape
+from lowbit_run.config import ConfigError
+from lowbit_run.train.config import TrainConfig
+from lowbit_run.train.pretrained import reason
+
+log = escape.logger(__name__)
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of an organization and its model
+_UNUSED = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.tflite", "*.ot", "original/*")
+
+
+def with_model(config: TrainConfig, *, agreed: bool) -> TrainConfig:
+    """Return the configuration with a local folder in `model.pretrained` if it names a model on the Hub.
+
+    A model in the cache of Hugging Face is taken from there. Otherwise it is downloaded, with a token and a server of
+    the environment (HF_TOKEN, HF_ENDPOINT): if `agreed`, or after a yes at the terminal. Every machine has its own.
+
+    Raises:
+        ConfigError: nobody agreed, or the Hub cannot be reached or has no such model.
+    """
+    name = config.model.pretrained
+    if Path(name).exists() or not _NAME.fullmatch(name):
+        return config
+    folder = _snapshot(name, local_files_only=True)
+    if folder is None:
+        given = f"model.pretrained is {name!r}, which is not a folder here"
+        if not (agreed or _asked(given)):
+            raise ConfigError(f"{given}; allowed: a folder, or --yes, which downloads it from the Hugging Face Hub")
+        folder = _snapshot(name)
+    assert folder is not None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        log.warning("model.pretrained: %s is in %s", name, folder)
+    return replace(config, model=replace(config.model, pretrained=folder))
+
+
+def _asked(given: str) -> bool:
+    if "RANK" in os.environ or sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write(f"{given}. Download it from the Hugging Face Hub? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _snapshot(name: str, **options: Any) -> str | None:
+    """Return the folder of a model, with interrupted downloads resumed; None if the cache alone lacks a part of it."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, ignore_patterns=list(_UNUSED), **options)
+        if not [*Path(folder).glob("*.safetensors")]:  # older models
+            folder = snapshot_download(name, ignore_patterns=list(_UNUSED[1:]), **options)
+    except Exception as error:  # of the package, of its HTTP client, and of the disk
+        if options:
+            return None
+        raise ConfigError(
+            f"model.pretrained is {name!r}, which cannot be downloaded: {reason(error)}; allowed: a local folder, or "
+            "the name of a model that you may read (HF_TOKEN)"
+        ) from error
+    complete = (Path(folder) / "config.json").is_file() and _has_all_weights(Path(folder))
+    return folder if complete or not options else None
+
+
+def _has_all_weights(folder: Path) -> bool:
+    """Whether an index, if there is one, names files that are all there."""
+    indices = [*folder.glob("*.index.json")]
+    names = {name for index in indices for name in re.findall(r'"([\w.-]+\.(?:safetensors|bin))"', index.read_text())}
+    return all((folder / name).exists() for name in names) and any(
+        [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    )
