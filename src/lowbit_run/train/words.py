@@ -1,7 +1,7 @@
 """A few words that the model writes after a prompt, so that people see what training has changed."""
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,7 +58,8 @@ class Words:
 def _ends(data: Data) -> set[int]:
     if isinstance(data.tokenizer, ByteTokenizer):
         return {BYTE_END} if isinstance(data.train, Answers) else set()
-    return {data.tokenizer.hugging_face().eos_token_id} - {None}  # pyright: ignore[reportReturnType]
+    end: Any = data.tokenizer.hugging_face().eos_token_id
+    return {end} - {None}
 
 
 def _prompt_of(config: TrainConfig, data: Data, most: int) -> list[int]:
