@@ -278,7 +278,7 @@ def saved_itemsize(config: TrainConfig) -> int:
     if config.lora.rank:
         return torch.float32.itemsize
     if config.model.pretrained and config.run.save_dtype is None:
-        dtype = hugging_face_config(config.model, vocab=0, sequence=config.data.sequence).dtype
+        dtype: Any = hugging_face_config(config.model, vocab=0, sequence=config.data.sequence).dtype
     else:
         dtype = export_dtype(config)
     return (dtype or torch.float32).itemsize
