@@ -362,6 +362,10 @@ class RunConfig:
     template. auto: the beginning of a held-out text or sample. Empty: no words."""
     tensorboard: bool = True
     """Write TensorBoard curves."""
+    trackers: tuple[Literal["wandb", "trackio"], ...] = ()
+    """Other places for the same curves, by Accelerate's trackers: W&B, trackio. Their packages must be installed where
+    rank 0 runs, and their own variables (WANDB_API_KEY, WANDB_MODE, TRACKIO_DIR) apply. The project is "lowbit", and
+    the run has its folder's name; one that resumes begins another there."""
     progress: bool = True
     """Show progress on every machine: loss, speed, share of time spent waiting for messages, traffic and the share of
     the link that it takes, bits per element forward/backward, and time left."""

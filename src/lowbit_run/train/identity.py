@@ -33,7 +33,7 @@ FIXED = (
 _LOCAL = {  # settings that may differ between machines
     "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",
     "activations.checkpoint", "run.output", "run.threads", "run.progress", "run.tensorboard", "run.report",
-    "run.grace_seconds",
+    "run.grace_seconds", "run.trackers",
 }  # fmt: skip
 
 CHOSEN = "pipeline.chosen"

@@ -44,6 +44,7 @@ from lowbit_run.train.model import save_adapter_config, save_companions, save_co
 from lowbit_run.train.prepare import prepare
 from lowbit_run.train.progress import Progress, phase
 from lowbit_run.train.tracing import Tracing, traced_steps
+from lowbit_run.train.trackers import Trackers
 from lowbit_run.train.trainer import Trainer
 from lowbit_run.train.words import Words
 
@@ -442,7 +443,11 @@ class Run:
         if run.tensorboard and not board.exists():
             self.folder.note("tensorboard/")
         before = set(board.glob("*"))
-        recorder = Recorder(self.output, start=self.start, tensorboard=run.tensorboard)
+        settings = {
+            f"{name}.{key}": str(v) for name, part in vars(self.config).items() for key, v in vars(part).items()
+        }
+        trackers = Trackers(run.trackers, self.output, settings)
+        recorder = Recorder(self.output, start=self.start, tensorboard=run.tensorboard, trackers=trackers)
         if curves := sorted(f"tensorboard/{path.name}" for path in set(board.glob("*")) - before):
             self.folder.note(*curves)
         return recorder

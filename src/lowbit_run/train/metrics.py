@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from lowbit import escape, files
 from lowbit_run.train.config import TrainConfig
 from lowbit_run.train.layout import PipelineLayout
+from lowbit_run.train.trackers import Trackers
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -145,14 +146,14 @@ class Recorder:
 
     Args:
         folder: of the run. start: steps done before; later lines, which an earlier attempt wrote, are dropped.
-        tensorboard: whether to write curves.
+        tensorboard: whether to write curves. trackers: that get the same curves.
 
     Attributes:
         history: all steps of the run, including earlier attempts.
         evaluations: lines of `evaluations.jsonl` by step, including earlier attempts.
     """
 
-    def __init__(self, folder: Path, *, start: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, *, start: int, tensorboard: bool, trackers: Trackers | None = None) -> None:
         path, self._evaluations = folder / "metrics.jsonl", folder / EVALUATIONS
         before, kept = ([line for line in read_metrics(p) if line["step"] <= start] for p in (path, self._evaluations))
         for file, lines in ((path, before), (self._evaluations, kept)):
@@ -165,6 +166,7 @@ class Recorder:
         self._file = path.open("a", encoding="utf-8")
         self.evaluations = {line["step"]: {k: v for k, v in line.items() if type(v) in (int, float)} for line in kept}
         self._board: SummaryWriter | None = None
+        self._trackers = trackers
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -179,24 +181,29 @@ class Recorder:
         self.history.append(metrics)
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in _scalars(values):
-                self._board.add_scalar(f"train/{name}", value, metrics.step)
+        self._curves({f"train/{name}": value for name, value in _scalars(values)}, metrics.step)
 
     def record_evaluation(self, step: int, losses: dict[str, float], nbytes: int = 0) -> None:
         """Write held-out losses after `step` steps, and the bytes that all ranks sent for them."""
         self.evaluations[step] = {"step": step, **losses, "bytes_sent": nbytes}
         with self._evaluations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.evaluations[step]) + "\n")
+        self._curves({f"evaluation/{name}": value for name, value in losses.items()}, step)
+
+    def _curves(self, values: dict[str, float], step: int) -> None:
         if self._board is not None:
-            for name, value in losses.items():
-                self._board.add_scalar(f"evaluation/{name}", value, step)
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        if self._trackers is not None:
+            self._trackers.log(values, step)
 
     def close(self) -> None:
         """Flush and close everything."""
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -41,6 +41,7 @@ from lowbit_run.train.model import check_lora, check_pretrained, check_stages, c
 from lowbit_run.train.optim import check_torchao
 from lowbit_run.train.schedules import SCHEDULES
 from lowbit_run.train.tied import tied_codec
+from lowbit_run.train.trackers import check_trackers
 from lowbit_run.train.weights import check_quantization
 
 
@@ -103,6 +104,8 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     all_reduce = codec_of("gradients.all_reduce", config.gradients.all_reduce, check_summable)
     tied_rows = tied_codec(config.pipeline)
     check_output(config)
+    if os.environ.get("RANK", "0") == "0":
+        check_trackers(config.run.trackers)
     check_pretrained(config.model, config.data.sequence)
     check_stages(config, [layout.layers_of(stage)[0] for stage in range(1, layout.stages)])
     check_lora(config)
