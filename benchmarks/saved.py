@@ -109,7 +109,7 @@ def _errors(exact: Mapping[str, Tensor], coded: Mapping[str, Tensor]) -> dict[st
 COMMAND = Command(
     name="benchmarks saved",
     summary="Gradient errors of pretrained models whose saved activations are in few bits.",
-    examples=("python -m benchmarks saved runs/real-models/smollm2,runs/real-models/gemma3 --json saved.json",),
+    examples=("python -m benchmarks saved runs/real-models/smollm2 --json saved.json",),
     settings=SavedBenchmark,
     measure=measure,
     tables=[

@@ -18,7 +18,7 @@ PUBLIC = {
     "lowbit_run.cli": "main",
     "lowbit_run.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
-        "AQSGD BlockFloat8 Cast Codec CodecError FeatureInt GroupInt Session StatefulCodec Summable "
+        "AQSGD BlockFloat8 Cast Codec CodecError FeatureInt GroupInt RateGoal Session StatefulCodec Summable "
         "TAHQuant TransformQuant backward_codec parse parse_pair"
     ),
     "lowbit.collectives": (
@@ -35,7 +35,9 @@ PUBLIC = {
     "lowbit_run.plan": (
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),
-    "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic connect_more emulate_",
+    "lowbit.pipeline": (
+        "AgreementError DamagedError Emulation LowBitStage PeerError Traffic choose_rate connect_more emulate_"
+    ),
     "lowbit_run.report": (
         "Baseline Column Command Report Row Table Value check_output compare execute machine run spread summary"
     ),

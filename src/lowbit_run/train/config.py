@@ -52,8 +52,8 @@ class ModelConfig:
     family: Family = "llama"
     """Architecture. Not used with `pretrained`."""
     pretrained: str = ""
-    """Local folder with a Hugging Face model to start from, which sets all sizes. `lowbit train` also takes a name on
-    the Hub, such as "Qwen/Qwen3-8B", and downloads the model on every machine after a yes, or with `--yes`."""
+    """Folder of a Hugging Face model to start from, which sets all sizes; `lowbit train` also takes a name on the Hub,
+    such as "Qwen/Qwen3-8B"."""
     weights: Weights | None = None
     """Format of the weights in memory. int8 and nf4 (4 bits, bitsandbytes) are for the linear layers of a pretrained
     model with adapters, whose other weights are then bf16. If omitted: bf16 for weights that do not change, where

@@ -112,7 +112,7 @@ def test_gradients_of_a_real_model_err_more_in_fewer_bits(model: Path):
     [
         ({"stages": 3}, "stages is 3; the model has 2 layers; allowed: at most as many"),
         ({"kinds": ("chat",), "stages": 2}, "the tokenizer of the model has no chat template"),
-        ({"boundaries": ("aq-sgd",)}, "allowed: formats that need neither a choice nor sample ids"),
+        ({"boundaries": ("aq-sgd",)}, "allowed: formats that need no sample ids"),
         ({"windows": 10**5, "stages": 2}, "the text has too few tokens"),
         ({"models": (str(Path(__file__).parent),)}, "model"),
     ],

@@ -17,7 +17,7 @@ LOCAL = {
     "output", "device", "backend", "threads", "connections", "timeout_seconds", "checkpoint_every",
     "checkpoint_minutes", "keep", "resume", "supervise",
     "restarts", "rejoin_seconds", "grace_seconds", "checksums", "allow_change", "overwrite",
-    "eval_every", "eval_batches", "prompt", "tensorboard", "progress", "report", "trace", "trace_steps", "save_model",
+    "eval_every", "eval_batches", "prompt", "tensorboard", "trackers", "progress", "report", "trace", "trace_steps", "save_model",
     "save_dtype", "save_merged",
     "method",  # known by the settings that it stands for
 }  # fmt: skip

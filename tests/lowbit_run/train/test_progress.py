@@ -30,7 +30,7 @@ def test_phases_that_last_are_reported_by_each_rank(
         pass
     train(tiny(tmp_path, run={"steps": 2, "progress": True}))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rank ")]
-    phases = ["reading", "loading", "measuring", "computing", "evaluating"]
+    phases = ["reading", "loading", "measuring", "writing", "computing", "evaluating", "writing"]
     assert [line.split(": ")[1].split()[0] for line in lines] == phases
 
 
