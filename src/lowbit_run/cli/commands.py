@@ -20,7 +20,7 @@ from lowbit_run.terminal import columns, console, print_pairs, wrapped, wrote
 if TYPE_CHECKING:
     from lowbit_run.cli.parser import Parser
     from lowbit_run.report import Command, Row
-    from lowbit_run.train import Summary
+    from lowbit_run.train import Summary, TrainConfig
 
 
 def extension(name: str) -> Any | None:
@@ -187,14 +187,24 @@ class Train(Config):
             if (outcome := run(config)) is None:
                 return
             if os.environ.get("RANK", "0") == "0":
-                print_pairs(_lines(outcome, Path(config.run.output) / PAGE))
+                print_pairs(_lines(config, outcome, Path(config.run.output) / PAGE))
                 if config.run.save_merged:
                     print_pairs([("merged model", str(Path(config.run.output) / "merged"))])
             elif "LOCAL_RANK" not in os.environ:  # somebody started this rank, and waits for its last line
                 print("finished; the results are on rank 0's machine")
 
 
-def _lines(summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
+def _generates(config: TrainConfig, folder: Path) -> str:
+    """Return the command that answers with what a run has made, in the same format of weights."""
+    model, words = config.model, ["lowbit generate", shlex.quote(str(folder))]
+    if config.lora.rank and model.weights not in (None, "bf16"):
+        words += [f"--weights {model.weights}", *["--double-quantization"] * model.double_quantization]
+    several = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    where = " (on each machine, with its RANK, once it has this folder)" if several else ""
+    return f'{" ".join(words)} --prompt "..."{where}'
+
+
+def _lines(config: TrainConfig, summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
     if summary.loss is not None:
         yield "training loss", f"{summary.loss:.4f} (mean of the last steps)"
     if summary.held_out_loss is not None:
@@ -223,7 +233,7 @@ def _lines(summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
         yield "report", str(page)
     if summary.model is not None:
         yield "model", summary.model
-        yield "next", f'lowbit generate {shlex.quote(str(page.parent))} --prompt "..."'
+        yield "next", _generates(config, page.parent)
     else:
         following = _COMPARES if page.exists() else "lowbit report {} (writes a page about it)"
         yield "next", following.format(shlex.quote(str(page.parent)))

@@ -23,7 +23,7 @@ def run(settings: GenerateSettings) -> None:
         AgreementError, PeerError: if this process is a rank, as `lowbit_run.train.train`.
     """
     from lowbit.wire.pytorch import check_torch
-    from lowbit_run.job.process_group import world
+    from lowbit_run.job.process_group import open_store, world
 
     launched = "RANK" in os.environ
     rank, ranks = world() if launched else (0, settings.ranks)
@@ -35,6 +35,7 @@ def run(settings: GenerateSettings) -> None:
         from lowbit_run.generate.prepare import prepare
         from lowbit_run.generate.rank import answer
 
+        open_store()
         return answer(prepare(settings, rank=rank, ranks=ranks))
     from lowbit_run.job.launch import RankProgram, start_all
     from lowbit_run.train.device import threads_per_rank

@@ -102,7 +102,8 @@ class Prepared:
         """What all ranks must agree on."""
         names = ("weights", "double_quantization", "sample", "batch", "checksums")
         facts = {name: str(getattr(self.settings, name)) for name in names}
-        model = [self.exact.to_dict(), sorted(check_files(self.base, "folder").items())]
+        configuration = {k: v for k, v in self.exact.to_dict().items() if k != "_name_or_path"}  # machines' own folders
+        model = [configuration, sorted(check_files(self.base, "folder").items())]
         adapters = None if self.adapters is None else (self.adapters[0] / WEIGHTS).read_bytes()
         return facts | {
             "lowbit version": __version__,
@@ -128,6 +129,11 @@ def prepare(settings: GenerateSettings, *, rank: int, ranks: int) -> Prepared:
     key = "base" if adapted else "folder"
     if adapted and not base:
         raise ConfigError(f"base is empty, and {folder / CONFIG} names no model; allowed: the adapters' model")
+    if adapted and not settings.base and not Path(base).is_dir():
+        raise ConfigError(
+            f"base is empty, and the adapters name {base!r} as their model, which is not a folder on this machine; "
+            "allowed: the model's folder here (--base FOLDER)"
+        )
     read_config(base, key)
     check_generation_config(base, key)
     if adapted:

@@ -14,7 +14,7 @@ from lowbit_run.job.peers import Cause, launcher_keeps_store
 from lowbit_run.job.process_group import have_met, reach
 from lowbit_run.job.refusal import KEY, LONGEST, READ, SIGNED
 
-_PATIENCE = 20.0  # seconds in which the other ranks must come to read it: they may still load modules and text
+_PATIENCE = 60.0  # seconds in which the other ranks must come to read it: they may still load modules and text
 _CALL_SECONDS = 2.0
 _QUIET_SECONDS = 1.0
 

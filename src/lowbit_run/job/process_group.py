@@ -41,6 +41,7 @@ _QUIET_SECONDS = 5.0  # seconds of waiting for other machines before a log line 
 _HEAR_SECONDS = 0.5  # between looks for the reasons why a rank does not come
 _ELSEWHERE_SECONDS = 3.0  # between looks for another rank 0
 _ANSWER_SECONDS = 2.0  # for another rank 0 to answer
+_STORE_SECONDS = 60.0  # of calls that wait, until the ranks meet
 
 
 class MeetingError(Printable, ConnectionError):
@@ -137,7 +138,10 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
         if left <= 0:
             raise _alone(rank, ranks, patience, reason)
         if quiet and left < patience - _QUIET_SECONDS:
-            log.warning("rank %d waits up to %.0f s for rank 0 at %s: %s", rank, left, _where(), reason)
+            here = ""
+            if os.environ.get("LOCAL_WORLD_SIZE") == "1" and is_own(os.environ["MASTER_ADDR"]):
+                here = f"; {os.environ['MASTER_ADDR']} is this machine: if no other process here is rank 0, set RANK=0"
+            log.warning("rank %d waits up to %.0f s for rank 0 at %s: %s%s", rank, left, _where(), reason, here)
             quiet = False
         time.sleep(min(0.5, left))
 
@@ -169,6 +173,7 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
         store.set_timeout(timedelta(seconds=timeout))
     elif (host, port) in _kept:
         store = _kept[host, port]
+        store.set_timeout(timedelta(seconds=timeout))
     else:
         if not is_own(host) and _answers(host, port):
             raise _misplaced()
@@ -181,6 +186,16 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
         if port:
             _kept[host, port] = store
     return of_attempt(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
+
+
+def open_store() -> None:
+    """Let rank 0 of several machines keep its store from now on, before it reads text and settings.
+
+    So ranks that refuse theirs meanwhile can say so and leave (`decline`), though rank 0 is not ready to meet.
+    """
+    rank, ranks = world()
+    if rank == 0 and ranks > 1 and not (dist.is_initialized() or launcher_keeps_store()) and master_port():
+        reach(0, timeout=_STORE_SECONDS, patience=_STORE_SECONDS)
 
 
 def is_own(host: str) -> bool:

@@ -170,7 +170,7 @@ class Connections:
         worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
         if done < self._next or not is_lossy(worst.share, worst.again):
             return False
-        acted = self._act(f"TCP sends up to {100 * worst.share:.2g} % of packets again", ranks)
+        acted = self._act(f"up to {100 * worst.share:.2g} % of TCP packets are sent again", ranks)
         self._pause = _EVERY if acted else 2 * self._pause
         self._next = done + self._pause
         return acted
@@ -179,7 +179,7 @@ class Connections:
         """Try BBR, then more connections; returns whether one of them is used from now on."""
         faster = {each.control for each in ranks} == {FASTER}
         if faster and not self._next:
-            self._say(f"{found}; their congestion control is {FASTER.upper()}, which single losses hardly slow down")
+            self._say(f"{found}; {FASTER.upper()} is in use, which single losses hardly slow down")
             return False
         before, usual = self._rate(), " and ".join(sorted({each.control for each in ranks} - {FASTER, ""})).upper()
         if not faster and (after := self._try_faster(before)) is not None:

@@ -21,7 +21,7 @@ from lowbit.wire.messages import Messages, gather_json, neighbours, round_trip, 
 from lowbit.wire.pytorch import check_torch
 from lowbit.wire.traffic import sent_so_far
 from lowbit_run.job.launch import PULSE
-from lowbit_run.job.process_group import joined, world
+from lowbit_run.job.process_group import joined, open_store, world
 from lowbit_run.job.stop import StoppedError, StopRequest, end_rank, stop_requests
 from lowbit_run.report.command import machine
 from lowbit_run.report.training import write_report
@@ -77,20 +77,21 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], bool | None] 
     """
     rank, ranks = world()
     run = config.run
+    open_store()
     with phase("reading the text and checking the settings", rank, show=run.progress):
         prepared = prepare(config, ranks=ranks)
     share = threads_per_rank(ranks)
     torch.set_num_threads(run.threads or (share if ranks > 1 else min(share, torch.get_num_threads())))
     patience = run.rejoin_seconds if run.supervise else None
     with (
-        stop_requests(run.grace_seconds, _note_stop, end_rank) as stop,
         joined(run.timeout_seconds, backend=prepared.backend, patience=patience),
+        stop_requests(run.grace_seconds, _note_stop, end_rank) as stop,  # before, a signal ends the process at once
     ):
         check_torch()
         with phase("loading the model, on all ranks", rank, show=run.progress):
             trainer = Trainer(prepared, stop)
         begin = "restoring the newest checkpoint" if run.resume else "opening the run folder"
-        with phase(f"measuring the links between ranks and {begin}", rank, show=run.progress):
+        with phase(f"measuring links, compiling formats and {begin}", rank, show=run.progress):
             started = Run(trainer)
         return started.finish(on_step)
 

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,18 @@ def test_adapters_answer_what_peft_does(ranks: Ranks, tmp_path: Path, kind: str,
     assert expected != in_one_process(AutoModelForCausalLM.from_pretrained(tmp_path / "base")), "adapters matter"
     given = settings(folder, weights=weights, double_quantization=weights == "nf4", batch=1)
     assert ranks.run(answers, given, ranks=3) == [expected] * 3
+
+
+def test_machines_may_have_the_model_in_different_folders(tmp_path: Path):
+    """What all ranks must agree on does not name them; without `base`, one that lacks the folder says what to give."""
+    folder = adapted(tmp_path)
+    named = prepare(settings(folder), rank=1, ranks=2).facts()
+    shutil.copytree(tmp_path / "base", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "base")
+    given = settings(folder, base=str(tmp_path / "elsewhere"))
+    assert prepare(given, rank=1, ranks=2).facts() == named
+    with pytest.raises(ConfigError, match=r"^base is empty, and the adapters name '.*/base' .*\(--base FOLDER\)$"):
+        prepare(settings(folder), rank=1, ranks=2)
 
 
 def test_a_folder_in_4_bits_answers_as_it_is(ranks: Ranks, tmp_path: Path):

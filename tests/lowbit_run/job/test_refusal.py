@@ -60,6 +60,32 @@ def test_a_rank_that_comes_later_hears_it_too(place: dict[str, str]):
         says.result(SECONDS)
 
 
+def test_rank_0_hears_what_was_refused_while_it_was_not_ready(place: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    """It may read its text for minutes; the rank that refuses does not stay that long."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    process_group.open_store()
+    begin = time.monotonic()
+    say("no file", 1, 2)
+    assert time.monotonic() - begin < SECONDS
+    with pytest.raises(RefusedError, match="^rank 1 does not come: no file$"):
+        waits(0)
+
+
+def test_a_rank_that_waits_on_rank_0s_machine_says_so(
+    place: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As where RANK=0 and RANK=1 were swapped."""
+    monkeypatch.setattr(process_group, "_QUIET_SECONDS", 0.1)
+    with pytest.raises(AloneError):
+        meet(1, 2, timeout=1, patience=1)
+    assert "this machine" not in caplog.text, "several ranks may run here"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(AloneError):
+        meet(1, 2, timeout=1, patience=1)
+    assert caplog.text.count("127.0.0.1 is this machine: if no other process here is rank 0, set RANK=0") == 1
+
+
 def test_what_strangers_write_is_shown_and_ends_nothing(
     place: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -17,8 +17,8 @@ LOCAL = {
     "output", "device", "backend", "threads", "connections", "timeout_seconds", "checkpoint_every",
     "checkpoint_minutes", "keep", "resume", "supervise",
     "restarts", "rejoin_seconds", "grace_seconds", "checksums", "allow_change", "overwrite",
-    "eval_every", "eval_batches", "prompt", "tensorboard", "trackers", "progress", "report", "trace", "trace_steps", "save_model",
-    "save_dtype", "save_merged",
+    "eval_every", "eval_batches", "prompt", "tensorboard", "trackers", "progress", "report", "trace", "trace_steps",
+    "save_model", "save_dtype", "save_merged",
     "method",  # known by the settings that it stands for
 }  # fmt: skip
 TEXT = {"dataset", "dataset_config", "dataset_split", "column", "max_bytes"}  # known by their outcome

@@ -109,18 +109,24 @@ def test_links_that_lose_nothing_keep_one_connection(monkeypatch: pytest.MonkeyP
     assert (run.counts, run.lines, run.connections.facts) == ([], [], {"connections": 1, "congestion_control": "cubic"})
 
 
-BLAMED = "TCP sends up to 1 % of packets again, and CUBIC slows down for each: "
+BLAMED = "up to 1 % of TCP packets are sent again, and CUBIC slows down for each: "
 ADVICE = r"; faster still: .*sudo sysctl -w net.ipv4.tcp_congestion_control=bbr on every machine"
 
 
 @pytest.mark.parametrize(
     ("rates", "own", "facts", "tried", "line"),
     [
-        ({1: 13.0, "bbr": 91.0}, {"permitted": True}, (1, "bbr"), [], "TCP .* again: BBR in place of CUBIC, 13 -> 91"),
+        ({1: 13.0, "bbr": 91.0}, {"permitted": True}, (1, "bbr"), [], "up .* again: BBR in place of CUBIC, 13 -> 91"),
         ({"cubic": 86.0, "bbr": 1.0}, {"permitted": True}, (1, "cubic"), [4, 1], f"{BLAMED}more conn.* 86 Mbit/s$"),
         ({1: 13.0, 4: 44.0, 16: 91.0}, {"other_permitted": True}, (16, "cubic"), [4, 16], f"{BLAMED}16 co.*{ADVICE}"),
         ({1: 90.0, 4: 91.0}, {"other_permitted": True}, (1, "cubic"), [4, 1], f"{BLAMED}more connections.*{ADVICE}"),
-        ({"bbr": 91.0}, {"control": "bbr"}, (1, "bbr"), [], "TCP .* 1 % of packets again; their .* BBR, which single"),
+        (
+            {"bbr": 91.0},
+            {"control": "bbr"},
+            (1, "bbr"),
+            [],
+            "up to .* again; BBR is in use, which single",
+        ),
     ],
     ids=["bbr", "bbr-is-slower", "connections", "connections-do-not-pay", "bbr-already"],
 )
@@ -168,7 +174,9 @@ def test_bbr_that_is_not_enough_gets_more_connections(monkeypatch: pytest.Monkey
     rates |= {4: 60.0, 16: 61.0}
     assert run.look(1000, 50, 100)
     assert (run.control, run.connections.count) == ("bbr", 4)
-    assert run.lines[1] == "TCP sends up to 5 % of packets again: 4 connections for each pair of ranks, 13 -> 60 Mbit/s"
+    assert (
+        run.lines[1] == "up to 5 % of TCP packets are sent again: 4 connections for each pair of ranks, 13 -> 60 Mbit/s"
+    )
 
 
 def test_losses_that_cannot_be_read_are_mentioned_once(monkeypatch: pytest.MonkeyPatch):
