@@ -80,7 +80,7 @@ class NormFunction(torch.autograd.Function):
         if codec is None or not fresh or first:
             if form.codec is not None and fresh and not first:
                 form.codec.encode(x, out=payload)
-            return norm.plain(x, weight, bias).to(dtype)
+            return norm.in_float32(x, weight, bias).to(dtype)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         norm_operators.encode(
             _rows(x), weight, bias, coded, _rows(out), form.eps, norm.centred, norm.offset,
@@ -103,7 +103,7 @@ class NormFunction(torch.autograd.Function):
         codec, coded = form.in_kernels(saved)
         if codec is None:
             x = decoded(form.codec, saved, ctx.shape, ctx.dtype)
-            grads = _differentiate(form.norm.plain, x, weight, bias, grad_out=grad_out)
+            grads = _differentiate(form.norm.in_float32, x, weight, bias, grad_out=grad_out)
             return *grads, None, None, None, None
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -115,7 +115,7 @@ class NormFunction(torch.autograd.Function):
             # The kernel saw zeros for these tokens, which add nothing to the weight's gradient.
             index, kept = form.codec.kept(saved, ctx.shape)
             at_kept = _rows(grad_out)[index].float()
-            grad_kept, more, _ = _differentiate(form.norm.plain, kept, weight, None, grad_out=at_kept)
+            grad_kept, more, _ = _differentiate(form.norm.in_float32, kept, weight, None, grad_out=at_kept)
             assert grad_kept is not None
             _rows(grad_x)[index] = grad_kept.to(grad_x.dtype)
             if grad_weight is not None and more is not None:
@@ -170,7 +170,7 @@ class ProductFunction(torch.autograd.Function):
     def forward(
         ctx: Any, activation: Tensor, up: Tensor, leaf: Tensor, form: GatedOutput, saved: SavedTensors
     ) -> Tensor:  # fmt: skip
-        """`saved`: payloads of gate and up, or both unchanged; `leaf`: from `nobodys`."""
+        """`saved`: payloads of gate and up, or both unchanged; `leaf`: from `anchor_leaf`."""
         ctx.form, ctx.dtypes, ctx.present, ctx.observed = form, (activation.dtype, up.dtype), (True, True), False
         ctx.save_for_backward(*saved)
         ctx.activation = TensorWeakRef(activation)
@@ -234,7 +234,7 @@ def _gated_gradients(
 
 
 @functools.cache
-def nobodys(device: torch.device) -> Tensor:
+def anchor_leaf(device: torch.device) -> Tensor:
     """A leaf whose gradient is never requested: its node runs only in passes that run all nodes."""
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
         return torch.zeros((), device=device, requires_grad=True)

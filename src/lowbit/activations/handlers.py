@@ -24,8 +24,8 @@ from lowbit.activations.functions import (
     MaskFunction,
     NormFunction,
     ProductFunction,
+    anchor_leaf,
     first_order,
-    nobodys,
 )
 from lowbit.activations.gated.reference import TABLE
 from lowbit.activations.recipes import (
@@ -157,7 +157,7 @@ def silu_or_relu(call: TorchCall, input: Tensor, inplace: bool = False) -> Any:
 
 @handles(functional.gelu)
 def gelu(call: TorchCall, input: Tensor, approximate: str = "none") -> Any:
-    """GELU of both kinds."""
+    """Handle GELU, exact or tanh-approximated."""
     return _activated(call, input, "gelu" if approximate == "none" else "gelu_tanh")
 
 
@@ -280,7 +280,7 @@ def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
             if recipe_of(up) is None:
                 attach(up, Recipe(Itself(up.shape, form.codec), (second,), weak=True))
         both = (saved[0], second)
-        out = ProductFunction.apply(gate, up, nobodys(up.device), form, both)
+        out = ProductFunction.apply(gate, up, anchor_leaf(up.device), form, both)
         attach_until_backward(out, Recipe(form, both))
         return out
     return NotImplemented

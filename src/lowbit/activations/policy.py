@@ -179,7 +179,7 @@ def outliers_and_rest(x: Tensor) -> tuple[bool, Tensor]:
 KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16
 LEAST_BITS = {"norm": 8, "attention": 8}
-"""The fewest bits for norms and attention unless a policy sets them: many layers' gradients depend on these."""
+"""Lower limit for norms and attention (a policy may go below it): their errors reach the gradients of many layers."""
 GATED = 6
 """The default bits; with these, gates take one more in groups of twice the length: 7.25 bits instead of 6.5."""
 SPOILED = 0.1

@@ -47,7 +47,7 @@ class Norm:
         """`eps`, or the default of `nn.RMSNorm` for this input."""
         return default_eps(x.dtype, x.device.type) if self.eps is None else self.eps
 
-    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def in_float32(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The norm by PyTorch's own functions, in float32."""
         eps, shape = self.eps_of(x), x.shape[-1:]
         scale = None if weight is None else weight.float() + self.offset
@@ -109,7 +109,7 @@ class NormOutput:
         assert x is not None
         codec, payload = self.in_kernels(x)
         if codec is None:
-            return self.norm.plain(decoded(self.codec, x, self.shape), weight, bias).to(dtype)
+            return self.norm.in_float32(decoded(self.codec, x, self.shape), weight, bias).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=x.device)
         rows = out.view(-1, self.shape[-1])
         norm_operators.recompute(
@@ -117,7 +117,7 @@ class NormOutput:
         )
         if isinstance(self.codec, WithRows):
             index, kept = self.codec.kept(x, self.shape)
-            rows[index] = self.norm.plain(kept, weight, bias).to(dtype)
+            rows[index] = self.norm.in_float32(kept, weight, bias).to(dtype)
         return out
 
     def in_kernels(self, payload: Tensor) -> tuple[GroupInt | None, Tensor]:

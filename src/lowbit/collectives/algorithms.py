@@ -69,7 +69,7 @@ AHEAD = 2
 """Chunks that are sent before the first one is added up, and again before the first sum is decoded."""
 
 
-def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
+def automatic_algorithm(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
     """Choose the algorithm for "auto" from the size of a payload, so that all ranks choose the same.
 
     Two ranks send the same bytes either way, and one_shot encodes once. Among more, two_shot sends 2 / ranks of

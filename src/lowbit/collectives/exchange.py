@@ -234,7 +234,7 @@ class CollectiveExchange(PayloadExchange):
 
     def damaged(self) -> Tensor | None:
         """Whether a payload that was taken is damaged: bool () on the device, None if unknown. Replaces `finish`."""
-        return self._verdicts.together()
+        return self._verdicts.combined()
 
     def finish(self) -> None:
         """Raise if a payload was damaged. Once all payloads have been taken, the sends have finished, too."""

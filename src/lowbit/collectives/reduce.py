@@ -20,7 +20,7 @@ from lowbit.collectives.exchange import PayloadExchange
 from lowbit.escape import shown
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import check_checksums, sealed_bytes
-from lowbit.wire.pytorch import plain
+from lowbit.wire.pytorch import unwrapped_group
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -196,7 +196,7 @@ def all_reduce(
         PeerError: a rank ended or does not answer. The group cannot be used any more. With the transport "collectives"
             it is PyTorch's own RuntimeError, which does not name the rank.
     """
-    group = plain(group)
+    group = unwrapped_group(group)
     ranks = group.size()
     codec = check_call(
         codec, op=op, algorithm=algorithm, transport=transport, small=small, chunk=chunk, timeout=timeout,
@@ -220,7 +220,7 @@ def all_reduce(
         else:
             if ranks > 1 and flat.numel():
                 total = flat.float()
-                pytorch.finish(pytorch.total(total, group), group, timeout)
+                pytorch.wait_within(pytorch.all_reduce_sum(total, group), group, timeout)
                 flat.copy_(total.div_(divisor) if divisor > 1 else total)
             if rest is not None:
                 rest.zero_()
@@ -321,7 +321,7 @@ def reduce_scatter(
     Raises:
         ValueError: the numbers of elements do not fit; other errors as of `all_reduce`.
     """
-    group = plain(group)
+    group = unwrapped_group(group)
     algorithm = partial(algorithms.reduce_scatter, divisor=group.size() if op == "avg" else 1)
     call = _copying_call(
         algorithm, output, input, ("output", "input"), codec, group, op=op, chunk=chunk, timeout=timeout,
@@ -357,7 +357,7 @@ def all_gather(
         ValueError: the numbers of elements do not fit; other errors as of `all_reduce`.
     """
     call = _copying_call(
-        algorithms.all_gather, output, input, ("input", "output"), codec, plain(group), chunk=chunk,
+        algorithms.all_gather, output, input, ("input", "output"), codec, unwrapped_group(group), chunk=chunk,
         timeout=timeout, transport=transport, checksums=checksums,
     )  # fmt: skip
     return _started(call, async_op)
@@ -413,7 +413,7 @@ def _started(call: CollectiveCall, async_op: bool) -> Pending | None:
 
 
 def _chosen(algorithm: Algorithm, numel: int, codec: Summable, ranks: int) -> Algorithm:
-    return algorithms.choose(ranks, codec.nbytes((numel,))) if algorithm == "auto" else algorithm
+    return algorithms.automatic_algorithm(ranks, codec.nbytes((numel,))) if algorithm == "auto" else algorithm
 
 
 def _packed(name: str, x: Tensor) -> Tensor:

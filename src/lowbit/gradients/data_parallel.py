@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from lowbit.codecs.base import Codec
 from lowbit.collectives import reduce
 from lowbit.escape import shown
-from lowbit.wire.pytorch import is_known, plain
+from lowbit.wire.pytorch import is_known, unwrapped_group
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 
@@ -54,7 +54,7 @@ def all_reduce_hook(
     Raises:
         TypeError, ValueError: as `all_reduce`, but raised here.
     """
-    members = plain(group)
+    members = unwrapped_group(group)
     reduce.check_flat(codec)
     reduce.check_call(codec, algorithm=algorithm, small=small, timeout=timeout, checksums=checksums)
     if not isinstance(error_feedback, bool):

@@ -36,7 +36,7 @@ from lowbit.gradients.stored import (
 )
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import sealed_bytes
-from lowbit.wire.pytorch import plain
+from lowbit.wire.pytorch import unwrapped_group
 
 Gradient = tuple[Stored, Tensor]
 _UNCODED = Cast()
@@ -333,7 +333,7 @@ class GradientStorage:
                 f"codec is {self.codec}, whose payloads cannot be cut into parts; allowed: BlockFloat8, or all_reduce"
             )
         self.absorb()
-        group = plain(group)
+        group = unwrapped_group(group)
         check_call(self._nearest, timeout=timeout, checksums=checksums)
         if group.size() == 1:
             return

@@ -294,9 +294,9 @@ def _effects(run: "_Run", codecs: Mapping[str, Codec], batches: Sequence[Tensor]
 
     def outputs(coded: Mapping[str, Codec]) -> list[Tensor]:
         with run.coding(coded, _CODED):
-            return [plain(run.output(batch)).float().flatten(0, -2) for batch in batches]
+            return [output_tensor(run.output(batch)).float().flatten(0, -2) for batch in batches]
 
-    def plain(y: Any) -> Tensor:
+    def output_tensor(y: Any) -> Tensor:
         if isinstance(y, Tensor):
             return y
         return y.logits if hasattr(y, "logits") else y.last_hidden_state

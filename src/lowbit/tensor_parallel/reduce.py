@@ -19,7 +19,7 @@ from lowbit import escape
 from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import check_choice, check_int, check_timeout, check_written
 from lowbit.collectives import all_reduce
-from lowbit.collectives.algorithms import CHUNK, Shards, choose, one_shot, two_shot
+from lowbit.collectives.algorithms import CHUNK, Shards, automatic_algorithm, one_shot, two_shot
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.collectives.exchange import CollectiveExchange, Marks, Scratch
 from lowbit.collectives.reduce import check_summable
@@ -139,7 +139,7 @@ class SumSettings:
             return self.small.choice(kind_of(width, partial.dtype, codec), rows)
         if numel < (SMALL if self.small == "auto" else max(1, self.small)):
             return "plain"
-        return choose(ranks, codec.nbytes((numel,))) if self.algorithm == "auto" else self.algorithm
+        return automatic_algorithm(ranks, codec.nbytes((numel,))) if self.algorithm == "auto" else self.algorithm
 
 
 @dataclass
@@ -222,7 +222,7 @@ def sum_over_ranks(
         sum_over_ranks(packed, codec, group, choice, settings)
         partial.copy_(packed)
     elif codec is None or choice == "plain":
-        pytorch.finish(pytorch.total(partial, group), group, settings.timeout)
+        pytorch.wait_within(pytorch.all_reduce_sum(partial, group), group, settings.timeout)
     elif partial.device.type == "cpu":
         all_reduce(
             partial, codec, group, algorithm=choice, small=0, timeout=settings.timeout, checksums=settings.checksums
@@ -394,7 +394,7 @@ def _times(sample: SumSample, group: dist.ProcessGroup, settings: SumSettings, s
 @torch.no_grad()
 def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGroup, settings: SumSettings) -> float:
     """Return the seconds of one sum, which all ranks begin together."""
-    pytorch.finish(pytorch.total(x.new_zeros(1), group), group, settings.timeout)
+    pytorch.wait_within(pytorch.all_reduce_sum(x.new_zeros(1), group), group, settings.timeout)
     wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda device: None
     wait(x.device)
     start = time.perf_counter()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lowbit import escape
 from lowbit.wire.errors import AgreementError
-from lowbit.wire.pytorch import next_round, plain, rank_names
+from lowbit.wire.pytorch import next_round, rank_names, unwrapped_group
 from lowbit.wire.store import Board, BoundedStore, is_kept_here, wait_until
 
 _LINGER = 5.0  # seconds that the rank with the store stays before it raises, so that the others can read the outcome
@@ -52,7 +52,7 @@ def agree(
     Raises:
         AgreementError: two ranks state different values under one name, or a rank did not come in time.
     """
-    group = plain(group)
+    group = unwrapped_group(group)
     facts = {topic: facts} if isinstance(facts, str) else facts
     names = [f"rank {rank}" for rank in range(group.size())]
     Agreement(group, f"{topic}/{next_round(group, topic)}", timeout).exchange({group.rank(): facts}, names)

@@ -99,7 +99,7 @@ class Verdicts:
     def note(self, damage: Tensor, about: str, rank: int) -> None:
         self._noted.append((damage, about, rank))
 
-    def together(self) -> Tensor | None:
+    def combined(self) -> Tensor | None:
         """Whether any message is damaged: bool () on the device, None if nothing was noted. Clears the outcomes."""
         noted, self._noted = self._noted, []
         return torch.cat([damage for damage, _, _ in noted]).any() if noted else None

@@ -26,7 +26,7 @@ from lowbit.escape import shown
 from lowbit.wire import tags
 from lowbit.wire.agreement import agree
 from lowbit.wire.errors import PeerError, first_line
-from lowbit.wire.pytorch import is_known, plain
+from lowbit.wire.pytorch import is_known, unwrapped_group
 from lowbit.wire.store import bounded
 
 Carrier = Any  # a group, or a Gloo backend, whose types lack `send` and `recv`
@@ -105,7 +105,7 @@ def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float 
     """
     if type(count) is not int or not 1 <= count <= MOST_CONNECTIONS:
         raise ValueError(f"count is {shown(count)}; allowed: an integer from 1 to {MOST_CONNECTIONS}")
-    group = plain(group)
+    group = unwrapped_group(group)
     group = gloo_of(group, timeout) if is_known(group) else group
     try:
         gloo: Any = group._get_backend(torch.device("cpu"))

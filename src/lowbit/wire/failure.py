@@ -1,7 +1,7 @@
 """Find the rank that failed first, from the neighbour that a rank sees fail.
 
 Each rank that gives up writes "I gave up on rank s" on a board in the group's store, and follows the others' notes: the
-last of the chain died or hangs, or wrote why it gave up. Notes also state the lengths of messages under way (`Letter`).
+last of the chain died or hangs, or wrote why it gave up. Notes also state the lengths of messages in flight.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from lowbit.wire.store import Board, bounded, wait_until
 _CLOSED_GRACE = 0.5  # seconds to wait for the note of a suspect that has itself given up on another rank
 _POLL = 0.05
 _MOST_CHARACTERS = 2000  # of a reason in a note
-_MOST_LETTERS = 256  # message lengths in a note
+_MOST_MESSAGES = 256  # message lengths in a note
 _LINGER = 5.0  # most seconds that the rank with the store stays so that the others can read it
 
 
@@ -46,7 +46,9 @@ class FailureBoard:
         # Time limit of a wait; the rest of the timeout is for finding the rank to blame.
         self.patience = timedelta(seconds=0.8 * timeout)
         self._blames = self._gave_up = False  # whether this rank has written on whom, or why, it gave up
-        self.letters: weakref.WeakKeyDictionary[Letter, None] = weakref.WeakKeyDictionary()  # under way; oldest first
+        self.in_flight: weakref.WeakKeyDictionary[MessageInFlight, None] = (
+            weakref.WeakKeyDictionary()
+        )  # under way; oldest first
         # If no launcher hosts the store, the job's first rank does; that rank need not be in this group.
         ranks = job_ranks(group)
         self._host = ranks.index(0) if 0 in ranks else None
@@ -108,14 +110,14 @@ class FailureBoard:
     def _follow(self, trace: "_Trace", silent: bool) -> None:
         chain = trace.chain
         # Not by iterating over the dictionary, which other threads change meanwhile.
-        under_way = [letter for ref in self.letters.keyrefs() if (letter := ref()) is not None]
-        letters = [letter for letter in under_way if letter.route.peer == chain[0]][:_MOST_LETTERS]
-        lengths = [[letter.route.channel, letter.incoming, letter.nbytes] for letter in letters]
+        under_way = [message for ref in self.in_flight.keyrefs() if (message := ref()) is not None]
+        messages = [message for message in under_way if message.route.peer == chain[0]][:_MOST_MESSAGES]
+        lengths = [[message.route.channel, message.incoming, message.nbytes] for message in messages]
         self._write(rank=self._rank, suspect=chain[0], silent=silent, lengths=lengths)
         start = time.monotonic()
         while True:
             notes, _ = self._read()
-            trace.conflict = self._conflict(letters, notes.get(chain[0], {}))
+            trace.conflict = self._conflict(messages, notes.get(chain[0], {}))
             while note := notes.get(chain[-1]):
                 if "reason" in note:
                     trace.note = note
@@ -134,19 +136,19 @@ class FailureBoard:
             culprit = self._rank if trace.conflict else chain[-1]  # after a conflict both ends still read the notes
             self._linger(culprit, min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
 
-    def _conflict(self, letters: "Sequence[Letter]", note: dict[str, Any]) -> str:
+    def _conflict(self, messages: "Sequence[MessageInFlight]", note: dict[str, Any]) -> str:
         """Describe the first message whose other end states another length in its note; empty if there is none."""
         stated: dict[tuple[int, bool], int] = {}
         for line in note.get("lengths", ()) if note.get("suspect") == self._rank else ():
             match line:
                 case [int(channel), bool(incoming), int(nbytes)]:
                     stated.setdefault((channel, incoming), nbytes)  # keeps the oldest
-        for letter in letters:
-            theirs = stated.pop((letter.route.channel, not letter.incoming), letter.nbytes)
-            if theirs != letter.nbytes:
-                sent, expected = (theirs, letter.nbytes) if letter.incoming else (letter.nbytes, theirs)
-                receiver = self._rank if letter.incoming else letter.route.peer
-                return wrong_length(letter.route.about, sent, self._names[receiver], expected)
+        for message in messages:
+            theirs = stated.pop((message.route.channel, not message.incoming), message.nbytes)
+            if theirs != message.nbytes:
+                sent, expected = (theirs, message.nbytes) if message.incoming else (message.nbytes, theirs)
+                receiver = self._rank if message.incoming else message.route.peer
+                return wrong_length(message.route.about, sent, self._names[receiver], expected)
         return ""
 
     def _linger(self, culprit: int, seconds: float) -> None:
@@ -189,7 +191,7 @@ class Route:
 
 
 @dataclass(eq=False)
-class Letter:
+class MessageInFlight:
     """A message under way, listed by the board: if it never arrives, each of its ends states its length there.
 
     `nbytes`: length with the checksum, as the receiver expects it. `incoming`: whether this rank receives it.
@@ -201,10 +203,10 @@ class Letter:
     incoming: bool
 
     def __post_init__(self) -> None:
-        self.board.letters[self] = None
+        self.board.in_flight[self] = None
 
     def done(self) -> None:
-        self.board.letters.pop(self, None)
+        self.board.in_flight.pop(self, None)
 
 
 def wrong_length(about: str, sent: int, receiver: str, expected: int) -> str:

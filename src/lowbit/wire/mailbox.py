@@ -32,7 +32,7 @@ from lowbit.wire import tags
 from lowbit.wire.checksum import Checksums, damaged
 from lowbit.wire.connections import connections_of, pieces
 from lowbit.wire.errors import PeerError
-from lowbit.wire.failure import FailureBoard, Letter, Route, wrong_length
+from lowbit.wire.failure import FailureBoard, MessageInFlight, Route, wrong_length
 from lowbit.wire.traffic import Traffic
 
 _SHORTEST = timedelta(milliseconds=1)  # Gloo takes 0 for no limit
@@ -117,7 +117,7 @@ def _wait(works: Sequence[dist.Work | RuntimeError], patience: timedelta, group:
 
 
 @dataclass(eq=False)
-class Sent(Letter):
+class Sent(MessageInFlight):
     """A message that is being sent. Gloo reads from `message` until `wait` has returned."""
 
     group: dist.ProcessGroup
@@ -136,7 +136,7 @@ class Sent(Letter):
 
 
 @dataclass(eq=False)
-class Expected(Letter):
+class Expected(MessageInFlight):
     """A message whose receive is posted. `place`: as for `Mailbox.send`."""
 
     group: dist.ProcessGroup

@@ -23,7 +23,7 @@ from lowbit.wire import pytorch, tags
 from lowbit.wire.checksum import Checksums, sealed_bytes
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
-from lowbit.wire.pytorch import default_group, is_known, next_round, plain, rank_names
+from lowbit.wire.pytorch import default_group, is_known, next_round, rank_names, unwrapped_group
 from lowbit.wire.traffic import note_sent
 
 MOST_BYTES = 64 << 20
@@ -36,9 +36,9 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: 
     """Return the values of all ranks, in the order of the ranks; every rank calls this.
 
     This takes two of PyTorch's collectives, in which every rank sends as many bytes as the longest text has. `timeout`:
-    seconds for each, as for `pytorch.finish`. ValueError: a text is longer than 64 MiB (on all ranks), or not JSON.
+    seconds for each, as in `pytorch.wait_within`. ValueError: a text is above 64 MiB (on all ranks), or not JSON.
     """
-    group = plain(group)
+    group = unwrapped_group(group)
     ranks, device = group.size(), _device(group)
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
@@ -59,7 +59,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: 
 
 def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return all ranks' tensors, of one shape and dtype, as (ranks, *x.shape) on the CPU; every rank calls this."""
-    group = plain(group)
+    group = unwrapped_group(group)
     ranks, x = group.size(), x.to(_device(group))
     out = x.new_empty(ranks * x.numel())
     pytorch.gather(out, x.flatten(), group)
@@ -70,7 +70,7 @@ def _gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, timeout: float | N
     note_sent(AGREEING, out.nbytes - x.nbytes)  # in a ring each rank forwards the texts of the others
     work = pytorch.gather(out, x, group, async_op=timeout is not None)
     if timeout is not None:
-        pytorch.finish(work, group, timeout)
+        pytorch.wait_within(work, group, timeout)
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:

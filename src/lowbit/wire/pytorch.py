@@ -27,7 +27,7 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
-def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def unwrapped_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group that carries the bytes: the default one for None, the inner one of a wrapper such as torchft's.
 
     TypeError: a backend, or not a group. ValueError: a wrapper that is not connected, or a group without a store here.
@@ -82,7 +82,7 @@ def new_group(ranks: list[int] | None = None, *, timeout: float) -> dist.Process
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-WORKS = (2, 11), (2, 15)
+SUPPORTED_TORCH = (2, 11), (2, 15)
 """First and last version of PyTorch that the tests pass with. (Pipelines use private parts of PyTorch.)"""
 
 # From 2.13 on, the names of 2.11 print warnings.
@@ -101,8 +101,8 @@ class TorchVersionError(RuntimeError):
 
 
 def check_torch() -> None:
-    """Raise a TorchVersionError if PyTorch is outside `WORKS`, before ranks start and fail one by one."""
-    oldest, newest = WORKS
+    """Raise a TorchVersionError if PyTorch is outside `SUPPORTED_TORCH`, before ranks start and fail one by one."""
+    oldest, newest = SUPPORTED_TORCH
     if not oldest <= version() <= newest:
         allowed = "torch>={}.{},<{}.{}".format(*oldest, newest[0], newest[1] + 1)
         raise TorchVersionError(
@@ -129,7 +129,7 @@ def exchange(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | No
     return group.alltoall_base(out, x, [], [], AllToAllOptions())
 
 
-def total(x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Start to replace `x` by its sum over all ranks."""
     return dist.all_reduce(x, group=group, async_op=True) if is_known(group) else group.allreduce([x])
 
@@ -139,7 +139,7 @@ def carries(group: dist.ProcessGroup, backend: str, device: torch.device) -> boo
     return backend in (dist.get_backend(group) if is_known(group) else group._get_backend(device).name())
 
 
-def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
+def wait_within(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
     """Wait for a collective, with Gloo at most `timeout` seconds: then a PeerError, which cannot name the rank."""
     assert work is not None  # None is for ranks outside the group
     if not carries(group, "gloo", torch.device("cpu")):

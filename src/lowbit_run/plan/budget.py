@@ -156,7 +156,9 @@ def plan_bits(
         raise ValueError(f"costs has {len(costs)} stages; allowed: {len(held.stages)}, as held")
     layers = sum(cost.layers for cost in costs)
     options = [_options(cost, _errors(cost, sensitivities), layers) for cost in costs]
-    chosen = choose(held, costs, options, device_bytes=device_bytes, least_with="with the fewest bits everywhere")
+    chosen = fastest_fitting(
+        held, costs, options, device_bytes=device_bytes, least_with="with the fewest bits everywhere"
+    )
     stages = tuple(
         StagePlan(
             stage=stage, rank=held.rank_of(stage), layers=costs[stage].layers, bits=option.what, held=held.peak(stage),
@@ -193,7 +195,7 @@ class Chosen:
     least: int
 
 
-def choose(
+def fastest_fitting(
     held: InFlight, costs: Sequence[StageCost], options: Sequence[Sequence[Option]], *, device_bytes: int,
     least_with: str,
 ) -> Chosen:  # fmt: skip

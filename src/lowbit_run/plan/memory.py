@@ -19,7 +19,7 @@ from lowbit.activations.layer_plan import PLANNED, LayerChoice, LayerPlan, layer
 from lowbit.codecs import parse
 from lowbit.escape import shown
 from lowbit_run.config import ConfigError, NonNegative, section
-from lowbit_run.plan.budget import Option, StageCost, choose, outside_autograd, plan_bits
+from lowbit_run.plan.budget import Option, StageCost, fastest_fitting, outside_autograd, plan_bits
 from lowbit_run.plan.layers import (
     CHOICES,
     LayersPrediction,
@@ -231,7 +231,7 @@ def _by_layer(settings: MemorySettings, meter: "StageMeter", costs: Sequence[Sta
         loss = costs[stage].layers / total * one.error**2
         return Option(what=one, held=one.held, extra=one.peak - one.held, seconds=one.seconds, loss=loss)
 
-    choose_among = partial(choose, held, costs, least_with=f"with max_error {settings.max_error}")
+    choose_among = partial(fastest_fitting, held, costs, least_with=f"with max_error {settings.max_error}")
     low = [layers.predict(stage, _LOW_BIT) for stage in held.stages]
     of_low = choose_among([[option(stage, one)] for stage, one in enumerate(low)], device_bytes=1 << 62)
     budget = settings.budget_bytes or max(of_low.device_bytes.values())

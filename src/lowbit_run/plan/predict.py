@@ -190,7 +190,7 @@ class Predictor:
             coding=functools.cache(coding),
             checksum=CHECKSUM_BYTES * self._checksums,
             forward=1 / sizes.passes,
-            beside=all(machine.gpus for machine in machines),
+            overlaps_coding=all(machine.gpus for machine in machines),
             optimizer=[
                 1e-9 * count * (machine.optimizer_ns or self._own_optimizer())
                 for count, machine in zip(parameters, machines, strict=True)

@@ -128,9 +128,9 @@ def layer_seconds(
     few, many = 1, max(2, rows)
     both = _usual(lambda: step(few), lambda: step(many), device=device)
     few_seconds, many_seconds = (seconds / layers for seconds in both)
-    of_any = few_seconds - (many_seconds - few_seconds) * few / (many - few)
+    fixed_seconds = few_seconds - (many_seconds - few_seconds) * few / (many - few)
     seconds = few_seconds if rows == few else many_seconds
-    return seconds, rows * sequence, min(max(0.0, of_any), seconds)
+    return seconds, rows * sequence, min(max(0.0, fixed_seconds), seconds)
 
 
 def optimizer_ns(device: torch.device | None = None) -> float:

@@ -268,8 +268,8 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file, command=command.name, fields=command.key)
-    before = flat(plain(command.settings())) | flat(earlier.settings)  # settings added since had their defaults
-    for name, value in flat(plain(settings)).items():
+    before = flat(to_json(command.settings())) | flat(earlier.settings)  # settings added since had their defaults
+    for name, value in flat(to_json(settings)).items():
         if name.partition(".")[0] not in command.free and before.get(name) != value:
             raise ValueError(
                 f"{file} holds rows with {name} {before.get(name)!r}; this call has {value!r}: name another file"
@@ -377,7 +377,7 @@ class Report:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps(plain(vars(self)), indent=1, allow_nan=False) + "\n")
+        write(path, json.dumps(to_json(vars(self)), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read_json(cls, path: Path | str, *, command: str = "", fields: Collection[str] = ()) -> Report:
@@ -427,16 +427,16 @@ def machine() -> dict[str, Any]:
     return about
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Convert a value to JSON's own types."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__str__ is not object.__str__:  # such as a link
             return str(value)
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     return value if value is None or isinstance(value, str | int) else str(value)

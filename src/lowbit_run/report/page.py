@@ -18,7 +18,7 @@ from typing import Any
 from lowbit import escape
 from lowbit.escape import printable
 from lowbit.files import write
-from lowbit_run.report.command import plain
+from lowbit_run.report.command import to_json
 
 Figure = dict[str, Any]
 MOST_POINTS = 2000  # of a curve; more are averaged
@@ -91,9 +91,9 @@ def render(page: Page) -> str:
         finalize=lambda value: printable(value, kept="\n\t") if type(value) is str else value,
     )  # fmt: skip
     # JSON has no NaN and no infinity.
-    parts = [replace(part, figure=plain(part.figure)) for part in page.parts]
+    parts = [replace(part, figure=to_json(part.figure)) for part in page.parts]
     page = replace(page, parts=parts)
-    # Nobody can put a script into the page that knows a digest of the page.
+    # The nonce is a digest of the page, so no text inside the page can contain it.
     nonce = hashlib.sha256(repr(page).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     library = _library() if any(part.figure for part in parts) else ""
     return environment.get_template("page.html.j2").render(
@@ -105,12 +105,12 @@ def write_page(page: Page, path: Path) -> None:
     """Write a page; a reader never sees half a file.
 
     Raises:
-        ValueError: a file that lowbit did not write is in the way, or the path cannot be written.
+        ValueError: a file that lowbit did not write exists at the path, or the path cannot be written.
         ModuleNotFoundError: from `render`.
     """
     text = render(page)
     if (path.exists() or path.is_symlink()) and not is_ours(path):
-        raise ValueError(f"{path} is in the way: it is not a page of lowbit; allowed: another name, or to move it away")
+        raise ValueError(f"{path} exists and was not written by lowbit; choose another name or move it away")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, text.encode(errors="replace"))

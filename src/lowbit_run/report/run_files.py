@@ -44,7 +44,7 @@ class RunFiles:
 def read_run(folder: Path) -> RunFiles:
     """Read a folder of `lowbit train`. Raises ValueError: it is not a run's folder, or nothing in it can be read."""
     if not folder.is_dir():
-        problem = "is no folder" if folder.exists() else "does not exist"
+        problem = "is not a folder" if folder.exists() else "does not exist"
         raise ValueError(f"{folder} {problem}; allowed: the folder of a run or a file of results of lowbit")
     problems: list[str] = []
     config, summary, ranks = (_part(folder / name, _object, problems, {}) for name in (CONFIG, SUMMARY, RANKS))

@@ -298,7 +298,7 @@ def simulate(
     stages: Sequence[StageTimes],
     network: Network,
     *,
-    beside: bool = False,
+    overlaps_coding: bool = False,
     optimizer: Sequence[float] | float = 0.0,
     averaging: Sequence[float] | float = 0.0,
 ) -> Step:
@@ -308,7 +308,7 @@ def simulate(
         actions: of the schedule (`lowbit_run.simulate.actions`, or `actions_from` a list of PyTorch's).
         stages: one for each stage of the schedule.
         network: of the ranks.
-        beside: coding overlaps with computing, as on a GPU: it delays messages but takes none of the rank's time.
+        overlaps_coding: coding overlaps with computing, as on a GPU: it delays messages but takes no time of the rank.
         optimizer: seconds of each rank, or of all, between the sums of a step and the next step.
         averaging: seconds of each rank, or of all, between its last action and the sums, such as averaging gradients.
 
@@ -319,7 +319,7 @@ def simulate(
     ranks = actions.ranks
     before, after = _each(optimizer, ranks), _each(averaging, ranks)
     count, owner = _checked(actions, len(stages))
-    messages = _messages(stages, network, owner.tolist(), count, beside)
+    messages = _messages(stages, network, owner.tolist(), count, overlaps_coding)
     at = {(m.backward, m.boundary, m.micro_batch): m for m in messages}
     # Inputs of the first stage have no gradients: PyTorch does everything in the pass for the weights.
     inputs = [each.backward / 2 if stage else 0.0 for stage, each in enumerate(stages)]
@@ -338,7 +338,7 @@ def simulate(
         computing, decoding, encoding = seconds[kind][stage]
         decoding, encoding = (0.0 if needs is None else decoding), (0.0 if sends is None else encoding)
         parts.append((computing, decoding, encoding))
-        tasks.append(_Task(computing if beside else decoding + computing + encoding, needs, sends))
+        tasks.append(_Task(computing if overlaps_coding else decoding + computing + encoding, needs, sends))
     compute, decode, encode = np.array(parts, np.float64).T
     programs = [tasks[first:last] for first, last in itertools.pairwise(actions.first.tolist())]
     whole = _between_sums(programs, network, before.tolist(), after.tolist())
@@ -366,7 +366,7 @@ def simulate(
         nbytes=np.bincount(channels, sizes, len(network.channels)).astype(np.float64),
         timeline=Timeline(
             actions=actions, begin=each("begin", np.float64, tasks), end=each("end", np.float64, tasks),
-            decode=none if beside else decode, encode=none if beside else encode,
+            decode=none if overlaps_coding else decode, encode=none if overlaps_coding else encode,
             sender=each("sender", np.int32), receiver=each("receiver", np.int32), boundary=each("boundary", np.int32),
             backward=each("backward", np.bool_), micro_batch=each("micro_batch", np.int32),
             leaves=each("leaves", np.float64), arrives=each("arrives", np.float64),
@@ -375,7 +375,7 @@ def simulate(
 
 
 def _messages(
-    stages: Sequence[StageTimes], network: Network, owner: Sequence[int], count: int, beside: bool
+    stages: Sequence[StageTimes], network: Network, owner: Sequence[int], count: int, overlaps_coding: bool
 ) -> list[_Message]:
     messages: list[_Message] = []
     for backward, boundary in itertools.product((False, True), range(len(stages) - 1)):
@@ -387,7 +387,7 @@ def _messages(
             raise ValueError(f"rank {pair[0]} sends to rank {pair[1]}, and there is no channel between them")
         channel, nbytes = network.channels[place], getattr(stages[source], f"{way}_bytes")
         latency, seconds = channel.latency, nbytes / channel.bytes_per_second
-        if beside:
+        if overlaps_coding:
             latency += getattr(stages[source], f"encode_{way}") + getattr(stages[target], f"decode_{way}")
         messages += [
             _Message(*pair, place, latency, seconds, nbytes, backward, boundary, micro_batch)

@@ -136,7 +136,7 @@ def forecast(
         return predicted_step(
             steps, compute, ranks, Network(channels=channels, routes={pair: i for i, pair in enumerate(pairs)}),
             formats=names, sizes=formats.__getitem__, coding=lambda rank, name: timings[rank][2][name],
-            checksum=checksum, optimizer=rest, beside=overlapped,
+            checksum=checksum, optimizer=rest, overlaps_coding=overlapped,
         ).seconds  # fmt: skip
 
     return seconds

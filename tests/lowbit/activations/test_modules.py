@@ -197,7 +197,7 @@ def test_defaults_of_dtype_do_not_matter():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_default_epsilon_is_that_of_pytorch(dtype: torch.dtype):
     x = torch.randn(4, 24).to(dtype) * 1e-3
-    y = Norm(eps=None).plain(x, None, None).to(dtype)
+    y = Norm(eps=None).in_float32(x, None, None).to(dtype)
     torch.testing.assert_close(y, nn.RMSNorm(24, dtype=dtype)(x))
 
 

@@ -21,7 +21,7 @@ from tests.lowbit.codecs.tah_quant.examples import BY_TOKEN, GPU
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from lowbit.codecs.tah_quant.gpu_choice import choose, count_both  # noqa: E402
+from lowbit.codecs.tah_quant.gpu_select import count_both, select_long_scope  # noqa: E402
 from lowbit.codecs.transform_quant import cpu, gpu  # noqa: E402
 from lowbit.kernels.gpu.launch import launch  # noqa: E402
 
@@ -145,7 +145,7 @@ def test_a_scope_longer_than_registers() -> None:
     keys = entropy(x.view(-1, 8)).view(torch.int32)
     keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
     widths = torch.zeros_like(expected)
-    launch(choose, 2, 4, {}, keys, widths, geometry.low, geometry.flag_bytes, per_scope=geometry.per_scope)
+    launch(select_long_scope, 2, 4, {}, keys, widths, geometry.low, geometry.flag_bytes, per_scope=geometry.per_scope)
     assert torch.equal(widths, expected)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit.codecs import FeatureInt, GroupInt
 from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, calls, reduce_scatter
-from lowbit.collectives.algorithms import ONE_SHOT_BYTES, Shards, choose
+from lowbit.collectives.algorithms import ONE_SHOT_BYTES, Shards, automatic_algorithm
 from tests.lowbit.collectives.traffic import sent_bytes
 from tests.lowbit.pipeline import toy
 from tests.processes import Ranks, on_ranks
@@ -51,7 +51,7 @@ def sums() -> None:
         (2 * ONE_SHOT_BYTES // SIZE, torch.bfloat16, {}),
     ):
         parts = [part(r, rows, dtype) for r in range(ranks)]
-        auto = choose(ranks, codec.nbytes((rows, SIZE)))
+        auto = automatic_algorithm(ranks, codec.nbytes((rows, SIZE)))
         assert (auto == "two_shot") == (ranks > 2 and rows > 150)
         for algorithm in ("one_shot", "two_shot", "auto"):
             x = parts[rank].clone().view(rows, 1, SIZE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowbit.pipeline import LowBitStage
-from lowbit.wire.pytorch import WORKS, TorchVersionError, check_torch
+from lowbit.wire.pytorch import SUPPORTED_TORCH, TorchVersionError, check_torch
 from lowbit_lab.network import SlowLink
 from tests.command_line import invoke
 from tests.lowbit_run.train.runs import tiny
@@ -33,7 +33,7 @@ def test_others_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_the_package_asks_for_the_same_versions():
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    oldest, newest = WORKS
+    oldest, newest = SUPPORTED_TORCH
     assert f"torch>=2.{oldest[1]},<2.{newest[1] + 1}" in project["dependencies"]
 
 

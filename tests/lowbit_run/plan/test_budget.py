@@ -9,7 +9,7 @@ import pytest
 
 from lowbit.activations.layer_plan import PLANNED
 from lowbit_run.plan import in_flight, order_of
-from lowbit_run.plan.budget import WIDTHS, MemoryPlan, Moment, Option, StageCost, choose, plan_bits
+from lowbit_run.plan.budget import WIDTHS, MemoryPlan, Moment, Option, StageCost, fastest_fitting, plan_bits
 from tests.refused import refused
 
 SCALES = dict(zip(PLANNED, (3, 1, 2), strict=True))
@@ -116,7 +116,7 @@ def test_the_fastest_that_fit_are_chosen_and_of_equally_fast_ones_the_most_exact
     ]
 
     def chosen(limit: int) -> tuple[list[str], dict[int, int]]:
-        found = choose(held("1F1B", 2), [cost()] * 2, [options] * 2, device_bytes=limit, least_with="here")
+        found = fastest_fitting(held("1F1B", 2), [cost()] * 2, [options] * 2, device_bytes=limit, least_with="here")
         return [option.what for option in found.options], dict(found.device_bytes)
 
     assert chosen(10_000) == (["exact", "exact"], {0: 5000 + 2 * 800 + 50, 1: 5000 + 800 + 50})

@@ -216,7 +216,7 @@ def test_a_trace_that_unpacks_to_more_than_it_can_be_is_left_out(tmp_path: Path,
         (["empty"], "empty holds no run of lowbit that can be shown"),
         (["foreign.json"], "foreign.json does not hold a report that lowbit wrote"),
         (["run", "speed.json"], "runs and files of results are given"),
-        (["run", "--output", "mine.html"], "mine.html is in the way: it is not a page of lowbit"),
+        (["run", "--output", "mine.html"], "mine.html exists and was not written by lowbit"),
         ([], "required: RUN"),
     ],
 )

@@ -47,7 +47,7 @@ def test_coding_takes_the_rank_on_a_cpu_and_delays_messages_on_a_gpu():
         StageTimes(forward=1.0, backward=2.0, decode_forward=0.5, encode_backward=0.25),
     ]
     order = actions("1F1B", ranks=2, microbatches=6)
-    cpu, gpu = (simulate(order, times, chain(2), beside=beside) for beside in (False, True))
+    cpu, gpu = (simulate(order, times, chain(2), overlaps_coding=overlaps_coding) for overlaps_coding in (False, True))
     assert cpu.coding.tolist() == gpu.coding.tolist() == [4.5, 4.5]
     assert cpu.seconds > gpu.seconds > simulate(order, [TIMES] * 2, chain(2)).seconds
     first = cpu.timeline

@@ -30,7 +30,7 @@ INFINITY = 0x7F800000
 
 
 def encode(x: Tensor, payload: Tensor, format: str, block: int, seed: int | None, accumulate: bool) -> None:
-    """The reference's bytes."""
+    """Encode; the bytes equal those of `reference.encode`."""
     layout, form = block_float8_layout(x.numel(), block), FORMATS[format]
     at = sections(payload, layout)
     zero_gaps(payload, layout)

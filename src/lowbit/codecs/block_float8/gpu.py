@@ -27,7 +27,7 @@ AT_ONCE = 8192  # elements that a program holds in registers
 
 
 def encode(x: Tensor, payload: Tensor, format: str, block: int, seed: int | None, accumulate: bool) -> None:
-    """The reference's bytes."""
+    """Encode; the bytes equal those of `reference.encode`."""
     launch(
         _encode, *_shape(x.numel(), format, block), x, payload, x.numel(), seed or 0,
         *starts(block_float8_layout(x.numel(), block), "scales"), TOP=FORMATS[format].top,

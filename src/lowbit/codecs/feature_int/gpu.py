@@ -41,7 +41,7 @@ def encode(
     x: Tensor, payload: Tensor, inverse: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
     share: float, by_token: bool,
 ) -> None:  # fmt: skip
-    """The reference's bytes."""
+    """Encode; the bytes equal those of `reference.encode`."""
     rows, features = x.shape
     layout = feature_int_layout(rows, features, outliers, bits, by_token)
     launch(

@@ -40,7 +40,7 @@ BLOCK = 4096  # elements whose parameters are computed together: few enough to s
 
 
 def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None) -> None:
-    """The reference's bytes."""
+    """Encode; the bytes equal those of `reference.encode`."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
     at = sections(payload, layout)
     zero_gaps(payload, layout)

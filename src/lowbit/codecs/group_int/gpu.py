@@ -29,7 +29,7 @@ AT_ONCE = 16384  # elements that a program holds in registers
 
 
 def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None) -> None:
-    """The reference's bytes."""
+    """Encode; the bytes equal those of `reference.encode`."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
     launch(
         _encode, *shape_of(x.numel(), group), x, payload, x.numel(), seed or 0,

@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.tah_quant.cpu_choice import choose, count_flags, put_tile_keys, put_token_key, read_checked_flags
+from lowbit.codecs.tah_quant.cpu_select import (
+    count_flags,
+    flag_smallest,
+    put_tile_keys,
+    put_token_key,
+    read_checked_flags,
+)
 from lowbit.codecs.tah_quant.reference import (
     APART_MOST,
     APART_SHARE,
@@ -78,7 +84,7 @@ _Message = namedtuple(
 
 
 def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
-    """The reference's bytes."""
+    """Encode; the bytes equal those of `reference.encode`."""
     geo, ratio = kernel_geometry(x.shape, *settings), settings[-1] or 0.0
     at = sections(payload, geo.layout)
     zero_gaps(payload, geo.layout)
@@ -104,7 +110,7 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
     if geo.allocation == "token":  # a scope is a whole sequence: larger than a cache, and perhaps the only one
         kept = notes(geo.rows, geo.scopes)
         over_rows(functools.partial(run, _measure, kept), geo.rows, x.nbytes)
-        over_rows(functools.partial(run, _choose, kept), geo.scopes, x.nbytes)
+        over_rows(functools.partial(run, _select, kept), geo.scopes, x.nbytes)
         over_rows(functools.partial(run, _code, kept), geo.rows, x.nbytes)
     else:
         over_rows(lambda *b: run(_encode, notes(geo.scope_rows, 1), *b), geo.scopes, x.nbytes)
@@ -122,13 +128,13 @@ def _encode(m, extents, mids, keys, flags, scratch, start, stop) -> None:
             keys - 4 * first * m.full, flags - 8 * scope * m.flag_bytes, scratch,
         )  # fmt: skip
         _measure(m, *notes, first, last)
-        _choose(m, *notes, scope, scope + 1)
+        _select(m, *notes, scope, scope + 1)
         _code(m, *notes, first, last)
 
 
 @kernel
 def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
-    """Compute half ranges and middles of tiles (Inf and 0 for NaN or Inf), pivots, and the keys for `choose`."""
+    """Compute half ranges and middles of tiles (Inf and 0 for NaN or Inf), pivots, and the keys for `flag_smallest`."""
     channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
     line, low, high = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
     sums = high + 4 * tiles
@@ -173,7 +179,7 @@ def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
 
 
 @kernel
-def _choose(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+def _select(m, extents, mids, keys, flags, scratch, start, stop) -> None:
     """Set the flags of the scopes' candidates, and write their bitmaps."""
     if m.mode == NONE:
         return
@@ -185,7 +191,7 @@ def _choose(m, extents, mids, keys, flags, scratch, start, stop) -> None:
         for i in range(candidates, 8 * m.flag_bytes):
             put_byte(chosen, i, 0)
         low = m.low if scope < m.scopes - 1 else m.low_last
-        choose(keys + 4 * first * in_row, candidates, low, chosen)
+        flag_smallest(keys + 4 * first * in_row, candidates, low, chosen)
         for i in range(m.flag_bytes):
             put_byte(m.widths + scope * m.flag_bytes, i, byte_of_flags(get_word(chosen, i)))
 

@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.codecs.tah_quant import reference
-from lowbit.codecs.tah_quant.gpu_choice import (
+from lowbit.codecs.tah_quant.gpu_select import (
     checked_flags,
-    choose,
     code_offsets,
+    flag_smallest,
     load_flags,
     low_before,
     ordered,
-    smallest,
+    select_long_scope,
     store_bitmap,
 )
 from lowbit.codecs.tah_quant.reference import (
@@ -70,7 +70,7 @@ TOO_WIDE = f"tokens of {{}} elements take the slow reference path: the kernels h
 
 
 def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
-    """The reference's bytes."""
+    """Encode; the bytes equal those of `reference.encode`."""
     geo, ratio = tah_geometry(x.shape, *settings), settings[-1] or 0.0
     if geo.channels > WIDEST:
         warn_once(TOO_WIDE.format(geo.channels))
@@ -80,8 +80,8 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
         keys = torch.empty(geo.rows, dtype=torch.int32, device=x.device)
         launch(_measure, geo.rows, 4, {}, x, keys, channels=geo.channels, CHUNK=CHUNK)
         launch(
-            choose, geo.scopes, 4, {}, keys, payload[geo.layout.offsets["widths"] :], geo.low, geo.flag_bytes,
-            per_scope=geo.per_scope,
+            select_long_scope, geo.scopes, 4, {}, keys, payload[geo.layout.offsets["widths"] :],
+            geo.low, geo.flag_bytes, per_scope=geo.per_scope,
         )  # fmt: skip
     width = geo.mid_bytes
     launch(
@@ -177,7 +177,7 @@ def _encode(
         key = tl.where(finite, bits_of(extent) & 0x7FFFFFFF, 0x7F800000)
     if MODE == "range" or MODE == "tile":
         last = tl.program_id(0) == tl.num_programs(0) - 1
-        flags = smallest(ordered(key, candidate), tl.where(last, low_last, low))
+        flags = flag_smallest(ordered(key, candidate), tl.where(last, low_last, low))
         store_bitmap(
             flags, section(payload, widths_16), tl.where(last, per_last, per_scope), flag_bytes, C, TILE, T, NT
         )

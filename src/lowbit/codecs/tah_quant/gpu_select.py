@@ -1,4 +1,4 @@
-"""Choose the candidates of the low bits without sorting: find the threshold two bits at a time by counting."""
+"""Select the candidates of the low bits without sorting: find the threshold two bits at a time by counting."""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 
@@ -28,7 +28,7 @@ def _counts(u, threshold, unit, DIGITS: tl.constexpr):
 
 
 @triton.jit
-def smallest(u, low):
+def flag_smallest(u, low):
     """Flag (int32) the `low` smallest numbers; of equal ones, the first."""
     DIGITS: tl.constexpr = 10 if u.shape[0] < 1024 else 21
     threshold = tl.full((), 0, tl.uint32)
@@ -56,7 +56,7 @@ def _load_keys(keys, start, per_scope):
 
 
 @triton.jit(do_not_specialize=["low", "flag_bytes", "per_scope"])
-def choose(keys, widths, low, flag_bytes, per_scope):
+def select_long_scope(keys, widths, low, flag_bytes, per_scope):
     """Write the bitmap of a scope that is too long for registers: one program for each."""
     scope = tl.program_id(0).to(tl.int64)
     keys += scope * per_scope

@@ -1,4 +1,4 @@
-"""Choose the candidates of the low bits: their keys, the threshold by bisection, and the flags."""
+"""Select the candidates of the low bits: their keys, the threshold by bisection, and the flags."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from lowbit.kernels.cpu.runs import KEY_INFINITY, are_finite, entropy_sums_64
 
 
 @helper
-def choose(keys, candidates, low, flags):
+def flag_smallest(keys, candidates, low, flags):
     """Set the flags of the `low` smallest of a scope's int32 keys; of equal keys, the first ones.
 
     The threshold is found by bisection: linear in the candidates, and the passes over them vectorise.
