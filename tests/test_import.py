@@ -45,7 +45,7 @@ PUBLIC = {
     "lowbit_run.simulate": "Actions Channel Network StageTimes Step Timeline actions actions_from simulate",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Installed LowBitRowwiseParallel ModelSum SumSettings Thresholds "
-        "Traffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"
+        "SumTraffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"
     ),
     "lowbit_run.train": (
         "ConfigError LaunchError StepMetrics StoppedError Summary TrainConfig from_mapping load run train"

@@ -165,13 +165,11 @@ class _Call:
             )
         if len(self.slots) > self.saved_at_last:
             self.last = 0
-        if not self.devices and self._drew_nothing():
-            self.random = None  # there is nothing to restore
+        if not self.devices and self.random is not None:
+            with _disable_current_modes():  # fake tensors cannot be compared
+                if torch.equal(self.random, torch.get_rng_state()):
+                    self.random = None  # there is nothing to restore
         return out
-
-    def _drew_nothing(self) -> bool:
-        with _disable_current_modes():  # fake tensors cannot be compared
-            return self.random is not None and torch.equal(self.random, torch.get_rng_state())
 
     def run_again(self) -> None:
         if self.codec is None and self.kept._version != self.version:

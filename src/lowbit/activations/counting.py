@@ -114,7 +114,7 @@ class _Packed:
             self._saved._release(key)
 
 
-class _Watch:
+class _SavedCounter:
     """Follows which module of a model is running, and counts the tensors that it saves."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,7 +164,7 @@ class _Watch:
         return _Packed(held, self.saved, self.count(tensor))
 
 
-_watching: list[_Watch] = []
+_watching: list[_SavedCounter] = []
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def counted(model: nn.Module) -> Iterator[SavedBytes]:
     Yields:
         The count, which is still updated after the block for tensors saved inside.
     """
-    watch = _Watch(model)
+    watch = _SavedCounter(model)
     _watching.append(watch)
     try:
         with saved_tensors_hooks(watch.pack, lambda packed: packed.tensor):

@@ -365,7 +365,7 @@ def _activation_in_graph(x: Tensor, activation: str, codec: str) -> Tensor:
     return ActivationFunction.apply(x, form, torch.ops.lowbit.saved_encode(x.detach(), codec))
 
 
-class _Norm(torch.autograd.Function):
+class _NormInGraph(torch.autograd.Function):
     """A norm over the last dimension, with `scale` and `shift` in float32.
 
     Not `NormFunction`: its sums, those of kernels or of PyTorch's own norms, have another order, and the compiler joins
@@ -454,4 +454,4 @@ def _norm(module: Any, norm: Norm, x: Tensor, codec: str) -> Tensor:
     dtype = x.dtype
     if norm.promotes and weight is not None:
         dtype = torch.promote_types(x.dtype, weight.dtype)
-    return _Norm.apply(x, scale, shift, norm.centred, eps, dtype, codec)
+    return _NormInGraph.apply(x, scale, shift, norm.centred, eps, dtype, codec)

@@ -265,7 +265,7 @@ class RowSums:
 
     def _start(self, dtype: torch.dtype) -> None:
         """Choose the formats of all layers, and compare them with those of other ranks, during vLLM's trial run."""
-        from lowbit.tensor_parallel import Calibration, Traffic
+        from lowbit.tensor_parallel import Calibration, SumTraffic
         from lowbit.tensor_parallel.low_bit import load_agreed
         from lowbit.tensor_parallel.reduce import SumSample, measured
         from lowbit.tensor_parallel.rowwise import LayerSum
@@ -295,7 +295,7 @@ class RowSums:
         group = self._group.device_group
         samples = [SumSample(each.width, dtype, each.device, codec) for each, codec in zip(coded, codecs, strict=True)]
         sums = measured(samples, group, sums)
-        self.traffic = Traffic()
+        self.traffic = SumTraffic()
         for layer, codec in zip(coded, codecs, strict=True):
             layer.sum = LayerSum(
                 name=layer.name, width=layer.width, device=layer.device, codec=codec, settings=sums,

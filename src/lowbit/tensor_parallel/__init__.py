@@ -5,7 +5,7 @@ from lowbit.tensor_parallel.calibration import Calibration, CalibrationError
 from lowbit.tensor_parallel.cut import emulate_tensor_parallel_, tensor_parallel_
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.low_bit import LowBitRowwiseParallel, low_bit_, low_bit_styles
-from lowbit.tensor_parallel.reduce import SumSettings, Thresholds, Traffic
+from lowbit.tensor_parallel.reduce import SumSettings, SumTraffic, Thresholds
 from lowbit.tensor_parallel.rowwise import Installed
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
@@ -17,8 +17,8 @@ __all__ = [
     "LowBitRowwiseParallel",
     "ModelSum",
     "SumSettings",
+    "SumTraffic",
     "Thresholds",
-    "Traffic",
     "calibrate",
     "emulate_tensor_parallel_",
     "low_bit_",

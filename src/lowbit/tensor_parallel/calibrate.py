@@ -242,7 +242,7 @@ def calibrate(
     observer = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
     observed, held_out = _split(read)
 
-    run, report = _Run(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
+    run, report = _ObservedModel(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
 
     def after(_: int) -> None:
         observer.commit()
@@ -284,7 +284,7 @@ def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGro
     }
 
 
-def _effects(run: "_Run", codecs: Mapping[str, Codec], batches: Sequence[Tensor]) -> dict[str, float]:
+def _effects(run: "_ObservedModel", codecs: Mapping[str, Codec], batches: Sequence[Tensor]) -> dict[str, float]:
     """Return, by layer, the squared relative error of the model's outputs when only this layer's sum is coded.
 
     The errors of the sums are not enough: sums are added to a residual stream whose size differs from token to token,
@@ -312,7 +312,11 @@ def _effects(run: "_Run", codecs: Mapping[str, Codec], batches: Sequence[Tensor]
 
 
 def _held_out(
-    calibration: Calibration, run: "_Run", batches: Sequence[Tensor], before: int, report: Callable[[int], None]
+    calibration: Calibration,
+    run: "_ObservedModel",
+    batches: Sequence[Tensor],
+    before: int,
+    report: Callable[[int], None],
 ) -> dict[str, tuple[tuple[float, float], ...]]:
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in calibration.features}
     done = before
@@ -407,7 +411,7 @@ def _prepare_agreed(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ObservedModel:
     """A model whose partial sums are observed; as a rank's number, `ranks` means their total."""
 
     model: nn.Module

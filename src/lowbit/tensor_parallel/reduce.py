@@ -143,7 +143,7 @@ class SumSettings:
 
 
 @dataclass
-class Traffic:
+class SumTraffic:
     """Counts of the values that one rank contributed to sums, and of their bytes; the same on all ranks.
 
     They are computed from shapes, which costs nothing. Of two_shot only the first step is counted; the second sends the

@@ -20,8 +20,8 @@ from lowbit.tensor_parallel.reduce import (
     Choice,
     SumSample,
     SumSettings,
+    SumTraffic,
     Thresholds,
-    Traffic,
     check_codec,
     check_inference,
     measured,
@@ -88,7 +88,7 @@ def _tp_count(y: Tensor, counter: int) -> None:
     _boundaries[counter](y)
 
 
-def counting(own: Callable[..., Tensor], traffic: Traffic, ranks: int, *, gathers: bool) -> Callable[..., Tensor]:
+def counting(own: Callable[..., Tensor], traffic: SumTraffic, ranks: int, *, gathers: bool) -> Callable[..., Tensor]:
     """Make a forward that counts the output of another one, such as that of an embedding cut by the vocabulary.
 
     `gathers`: the ranks' outputs are gathered; otherwise they are added up.
@@ -138,7 +138,7 @@ class Installed:
     """
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = SumTraffic()
         self.sums: list[LayerSum] = []
         self._measured: Callable[..., SumSettings] | None = None  # returns the common settings of the sums
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -221,7 +221,7 @@ class LayerSum:
     settings: SumSettings
     ranks: int
     group: dist.ProcessGroup | None = None
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: SumTraffic = field(default_factory=SumTraffic)
     watch: Watch | None = None
     drift: Drift | None = None
     number: int = field(init=False)

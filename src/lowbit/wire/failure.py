@@ -84,7 +84,7 @@ class FailureBoard:
     def blame(self, suspect: int, cause: Exception | None) -> RuntimeError:
         """Return an error that names the first rank that failed, after communication with `suspect` failed."""
         self._blames, silent = True, "timed out" in str(cause or "").lower()
-        trace = _Trace([suspect])
+        trace = _BlameChain([suspect])
         limit = 0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout
         _within(limit, lambda: self._follow(trace, silent))
         culprit = trace.chain[-1]
@@ -107,7 +107,7 @@ class FailureBoard:
         reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause or "its note"))
         return PeerError(f"{text} (seen by {self.own_name}: {reason})", culprit)
 
-    def _follow(self, trace: "_Trace", silent: bool) -> None:
+    def _follow(self, trace: "_BlameChain", silent: bool) -> None:
         chain = trace.chain
         # Not by iterating over the dictionary, which other threads change meanwhile.
         under_way = [message for ref in self.in_flight.keyrefs() if (message := ref()) is not None]
@@ -215,7 +215,7 @@ def wrong_length(about: str, sent: int, receiver: str, expected: int) -> str:
 
 
 @dataclass
-class _Trace:
+class _BlameChain:
     """A chain of ranks that gave up on each other, the last one's note, and a message with two stated lengths."""
 
     chain: list[int]

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Never
 
 from lowbit.escape import Printable
 from lowbit_run.config import ConfigError
-from lowbit_run.job.output import FAILED, USAGE, end
+from lowbit_run.job.exit_codes import FAILED, USAGE
+from lowbit_run.job.output import end
 from lowbit_run.job.stop import STOPPED, StopRequest, code_of, stop_requests
 
 log = logging.getLogger(__name__)

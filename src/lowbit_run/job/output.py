@@ -12,9 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Never
 
-FAILED, USAGE, DIVERGED, ALONE = 1, 2, 3, 4
-"""Exit codes: failed, may be retried; wrong usage, do not retry; the loss diverged; other ranks did not come."""
-
 _MOST = 1 << 20  # most bytes that wait for a reader
 _PIECE = 4096  # bytes written at once: up to this size a pipe accepts a write as a whole
 _LAST_SECONDS = 0.2  # to read what is still in the pipe when the run ends

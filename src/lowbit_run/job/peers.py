@@ -21,7 +21,8 @@ from lowbit.escape import MOST_CHARACTERS, lines, one_line
 from lowbit.wire.checksum import is_signed, signature, this_attempt
 from lowbit.wire.errors import AgreementError, PeerError, first_line
 from lowbit.wire.store import Board
-from lowbit_run.job.output import ALONE, FAILED, end
+from lowbit_run.job.exit_codes import ALONE, FAILED
+from lowbit_run.job.output import end
 
 _BEAT_SECONDS = 0.5
 _TURN_SECONDS = 0.2

@@ -375,6 +375,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     to wait for all ranks to come; None: `timeout`. ConnectionError: they did not, or a rank does not know the secret.
     PeerError: another rank was the cause of an error in the block.
     """
+    global _met
     rank, ranks = world()
     if dist.is_initialized():
         group = default_group()
@@ -394,7 +395,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
             if not alone:
                 known = None if peers is None or ATTEMPT in os.environ else peers.enter
                 begin_attempt(prove(store, rank, ranks, secret=run_secret(), patience=patience, known=known))
-                _note_meeting()
+                _met = True
                 if peers is not None:
                     peers.settle()
             _check_interfaces(store, rank, ranks, patience)
@@ -406,11 +407,6 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _note_meeting() -> None:
-    global _met
-    _met = True
 
 
 def have_met() -> bool:

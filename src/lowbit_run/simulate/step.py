@@ -109,7 +109,7 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
     several = issubclass(kind, PipelineScheduleMulti)
     if not several and stages_per_rank != 1:
         raise ValueError(f"stages_per_rank is {stages_per_rank}; allowed with {schedule}: 1")
-    stages = [_Stage(index * ranks, ranks, ranks * stages_per_rank) for index in range(stages_per_rank)]
+    stages = [_StageStub(index * ranks, ranks, ranks * stages_per_rank) for index in range(stages_per_rank)]
     order = actions_of(kind(stages if several else stages[0], microbatches, loss_fn=lambda *_: None))  # never run
     return order if split else _unsplit(order)
 
@@ -129,7 +129,7 @@ def actions_of(schedule: Any) -> Order:
     return order or schedule._get_pipeline_order()
 
 
-class _Stage:
+class _StageStub:
     """The attributes of a stage that a schedule reads when it lays out its actions."""
 
     def __init__(self, index: int, ranks: int, stages: int) -> None:

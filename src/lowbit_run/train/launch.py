@@ -16,8 +16,8 @@ from pathlib import Path
 
 from lowbit import escape
 from lowbit_run.config import ConfigError
+from lowbit_run.job.exit_codes import ALONE, DIVERGED, USAGE
 from lowbit_run.job.launch import LaunchError, RankProgram, start_all, start_one
-from lowbit_run.job.output import ALONE, DIVERGED, USAGE
 from lowbit_run.job.stop import StoppedError
 from lowbit_run.train.checkpoints.manifest import FOLDER, NO_CHECKPOINT, newest_step, shares_newest_first
 from lowbit_run.train.config import TrainConfig

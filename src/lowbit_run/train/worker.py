@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from lowbit_run.job.exit_codes import ALONE, DIVERGED, FAILED, USAGE
 from lowbit_run.job.launch import work
-from lowbit_run.job.output import ALONE, DIVERGED, FAILED, USAGE
 from lowbit_run.job.stop import StoppedError
 
 

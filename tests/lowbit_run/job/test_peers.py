@@ -10,7 +10,7 @@ from lowbit.collectives import PeerError
 from lowbit.wire.errors import first_line
 from lowbit.wire.pytorch import default_group
 from lowbit_run.job import peers as module
-from lowbit_run.job.output import ALONE, FAILED
+from lowbit_run.job.exit_codes import ALONE, FAILED
 from lowbit_run.job.peers import AbsentError, Alarm, Cause, Peers
 from lowbit_run.job.process_group import AloneError, MeetingError
 from lowbit_run.train.worker import exit_code

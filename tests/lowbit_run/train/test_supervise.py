@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_run.job.output import ALONE, DIVERGED, FAILED, USAGE
+from lowbit_run.job.exit_codes import ALONE, DIVERGED, FAILED, USAGE
 from lowbit_run.train import ConfigError, LaunchError, TrainConfig, launch, run
 from lowbit_run.train.launch import Attempts, supervise
 from tests.lowbit_run.train.runs import LIMIT, again, curve, losses, tiny

@@ -95,7 +95,7 @@ class FeatureInt(Summable):
     rank: int = 0
     artifact: str = ""
     held_out: tuple[tuple[float, float], ...] = ()
-    _tables: _Tables = field(init=False)
+    _tables: _FeatureTables = field(init=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.ranges, Tensor) or self.ranges.dim() != 2 or not self.ranges.numel():
@@ -127,7 +127,7 @@ class FeatureInt(Summable):
             table = getattr(self, name)
             if table is not None:  # a copy: the caller may change the tensor later
                 object.__setattr__(self, name, table.detach().cpu().clone())
-        tables = _Tables(self.ranges, self.offsets, self.total, self.total_offset, self.features)
+        tables = _FeatureTables(self.ranges, self.offsets, self.total, self.total_offset, self.features)
         object.__setattr__(self, "_tables", tables)
 
     @classmethod
@@ -292,7 +292,7 @@ class _OnDevice:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tables:
+class _FeatureTables:
     """Tables for kernels, computed once for the codecs of all ranks."""
 
     ranges: Tensor
@@ -318,10 +318,10 @@ class _Tables:
         return self.there[device]
 
     @functools.cached_property
-    def whole(self) -> _Tables:
+    def whole(self) -> _FeatureTables:
         """Tables of the sum over all ranks."""
         offset = None if self.total_offset is None else self.total_offset[None]
-        return _Tables(self.total[None], offset, self.total, self.total_offset, self.features)
+        return _FeatureTables(self.total[None], offset, self.total, self.total_offset, self.features)
 
     @functools.cached_property
     def digest(self) -> str:
