@@ -54,6 +54,7 @@ def attention(call: TorchCall, query: Tensor, key: Tensor, value: Tensor, *args:
     mask = options.pop("attn_mask", None)
     random = torch.get_rng_state() if options.get("dropout_p") else None
     with torch.no_grad():
+        # With a graph, attention would keep its own q, k, v and output.
         out = call.func(query, key, value, mask, **options)
     inputs = (query, key, value)
     autocast = torch.is_autocast_enabled(out.device.type), torch.get_autocast_dtype(out.device.type)
@@ -153,6 +154,7 @@ def product_of_two(
     """beta * added + alpha * x @ y of two activations, both with two dimensions or more; saves a payload of each."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or min(x.dim(), y.dim()) < 2:
         return NotImplemented
+    # A parameter, which PyTorch saves by reference: coding it would take more memory.
     if any(t.is_leaf and t.requires_grad for t in (x, y)):
         return NotImplemented
     if added is not None and (added.requires_grad or added.is_inference()):

@@ -130,10 +130,12 @@ class _Call:
 
     def __init__(self, name: str, codec: Codec | None, x: Tensor, run: Callable[[Tensor], Any]) -> None:
         self.name, self.run, self.x, self.wants_grad = name, run, x, x.requires_grad
+        # Codecs take plain tensors of numbers; a DTensor (`to_local`) is kept unchanged.
         codec = codec if x.dtype in FLOATS and x.numel() and not hasattr(x, "to_local") else None
         self.codec, self.shape, self.dtype = codec, x.shape, x.dtype
         self.kept = x.detach() if codec is None else codec.encode(x.detach())
         self.version = self.kept._version
+        # Weak: only the graph keeps slots, and what backward no longer needs is not filled again.
         self.slots: list[weakref.ref[_Slot]] = []
         self.again, self.linears, self.last, self.saved_at_last = False, 0, 0, 0
         device = x.device.type
@@ -157,6 +159,7 @@ class _Call:
         versions = [t._version for t in given]
         with self._active(), saved_tensors_hooks(reserve, _Slot.take):
             out = self.run(self.x)
+        # Slots in the graph hold this object, which would keep the unrounded input alive.
         del self.x
         if versions != [t._version for t in given]:
             raise RuntimeError(
@@ -190,6 +193,7 @@ class _Call:
             position += 1
             if slot is not None and slot.value is None:
                 slot.value = value
+            # What the layer computes after its last saved tensor is not needed.
             if position == len(self.slots):
                 raise _Filled
             return value

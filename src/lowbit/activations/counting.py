@@ -59,6 +59,7 @@ class SavedBytes:
         self.modules: dict[tuple[str, str], int] = {}
         self._by_module: Counter[tuple[str, str]] = Counter()
         self._storages: dict[int, list[Any]] = {}  # by address: references, bytes, type, module
+        # Reentrant: a tensor may be freed, and so released, while this thread counts another.
         self._lock = threading.RLock()  # backward may free tensors in its own threads
 
     @property
@@ -229,6 +230,7 @@ def copies_a_weight(tensor: Tensor, module: nn.Module) -> bool:
     if tensor.dim() != 2:
         return False
     return any(
+        # A corner is enough: comparing whole weights for each saved matrix would be slow.
         x.shape == part.shape and torch.equal(x[:4, :4], part[:4, :4].to(x.dtype))
         for parameter in module.parameters()
         if tensor.dtype != parameter.dtype

@@ -226,6 +226,7 @@ class Gate:
         shape = (len(grad_SF), width)
         pre_SO = first if codec is None else codec.decode(first, shape=shape, dtype=grad_SF.dtype)
         grad = torch.empty(shape, dtype=grad_SF.dtype, device=grad_SF.device)
+        # In pieces: float32 copies of all rows would be the largest tensors of backward.
         for start in range(0, len(grad_SF), _ROWS):
             rows = slice(start, start + _ROWS)
             with torch.enable_grad():
@@ -256,6 +257,7 @@ class ExpertsFunction(torch.autograd.Function):
             if up_bias is not None:
                 pre_SO = pre_SO + bias_rows(up_bias, routing)
             inner_SF, of_gate = form.gate.encode(pre_SO, codec, dtype)
+            # Free it before the next product: it is among the largest tensors of the layer.
             del pre_SO
             out_SI = product(inner_SF, form.inputs_first(down), routing)
             del inner_SF
@@ -323,6 +325,7 @@ class Routing:
     @classmethod
     def of(cls, index_NK: Tensor, experts: int) -> Routing | None:
         """Build the routing of an index; None if a number is not in 0 to `experts`, where `experts` means no expert."""
+        # Stable: the rows of an expert keep the order of tokens, so sums round alike each time.
         ids, order = torch.sort(index_NK.reshape(-1), stable=True)
         limits = torch.arange(experts + 2, device=ids.device, dtype=ids.dtype)
         first, *ends, last = torch.searchsorted(ids, limits).tolist()

@@ -85,6 +85,7 @@ class Shared:
         """The format for a layer type in the module of this name, chosen at its first input `x`; None: unchanged."""
         if (kind, name) not in self._codecs:
             codec = self.policy.codec(self.policy.bits_of(kind, name))
+            # Not cached: only an input shows whether there are outliers.
             if x is None:
                 return codec
             chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x)
@@ -234,6 +235,7 @@ def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> An
         _warn_of_lost(layer.shared)
     if module.training and layer.name not in layer.shared.looked:
         names = uncompressed(module, (args, kwargs), out)
+        # None: this pass kept nothing for backward, so look again after the next one.
         if names is not None:
             layer.shared.looked.add(layer.name)
         if names:

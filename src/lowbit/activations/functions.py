@@ -77,6 +77,7 @@ class NormFunction(torch.autograd.Function):
         assert payload is not None
         codec, coded = form.in_kernels(payload)
         first = first_pass()
+        # Kernels encode and normalize at once, so not if the payload exists already, or is not kept.
         if codec is None or not fresh or first:
             if form.codec is not None and fresh and not first:
                 form.codec.encode(x, out=payload)
@@ -87,6 +88,7 @@ class NormFunction(torch.autograd.Function):
             codec.bits, codec.group, draw_seed(codec.rounding, x.device),
         )  # fmt: skip
         if isinstance(form.codec, WithRows):
+            # The kernel has coded all tokens; zeros replace those that are kept exactly.
             form.codec.keep(x.contiguous(), payload)
         return out
 
@@ -99,6 +101,7 @@ class NormFunction(torch.autograd.Function):
         _, needs_weight, needs_bias = needed_now(ctx)
         bias = None  # the gradients do not depend on its values
         if needs_bias:
+            # Kernels write the gradient into it.
             bias = torch.zeros(ctx.shape[-1:], dtype=ctx.bias_dtype, device=grad_out.device)
         codec, coded = form.in_kernels(saved)
         if codec is None:
@@ -149,6 +152,7 @@ class ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         (saved,) = ctx.saved_tensors
         sent, handed = ctx.handed.pop(torch._C._current_graph_task_id(), (None, None))
+        # The same object: no other reader of the activation has added a gradient to the zeros.
         if handed is not None and grad_out is sent:
             return handed, None, None
         grad_x = _gated_gradients(ctx.form, (saved, None), (ctx.dtype, None), grad_out)[0]
@@ -289,6 +293,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.present = (True, True, bias is not None)
         ctx.save_for_backward(weight, *saved)
         if not product_needed():
+            # A checkpointed layer runs again and ends here: nothing will read the product.
             return x.new_empty((*x.shape[:-1], weight.shape[1 if transposed else 0]), dtype=dtype)
         with torch.autocast(x.device.type, enabled=False):  # casts cached under no_grad would have no gradient
             w = weight.to(dtype)

@@ -65,6 +65,7 @@ def linear(
     if not autocast and len({t.dtype for t in (input, weight, bias) if t is not None}) > 1:
         return NotImplemented
     dtype = torch.get_autocast_dtype(device) if autocast else input.dtype
+    # Only the weight's gradient needs the input.
     rebuilt, saved = call.source(input, dtype) if weight.requires_grad else (None, ())
     return after_linear(LinearFunction.apply(input, weight, bias, transposed, dtype, rebuilt, saved))
 
@@ -266,11 +267,13 @@ def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
         return NotImplemented if kwargs else elementwise(call, input, other)
     if input.shape != other.shape:
         return NotImplemented
+    # Either factor may be the gate.
     for gate, up in ((input, other), (other, input)):
         recipe = recipe_of(gate)
         if recipe is None or not isinstance(recipe.form, GatedOutput) or gate.shape != recipe.form.shape:
             continue
         saved = recipe.saved()
+        # A second payload means that this is a product already, not the output of an activation function.
         if saved is None or saved[1] is not None or not up.requires_grad or not call.saves(gate, up):
             continue
         form, second = recipe.form, up

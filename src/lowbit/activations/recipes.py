@@ -339,6 +339,7 @@ def base_of(x: Tensor) -> Tensor:
     base = x._base if x._is_view() else None
     if base is None or base.numel() != x.numel():
         return x
+    # Otherwise the same elements may be in another order.
     return base if base.is_contiguous() and x.is_contiguous() else x
 
 

@@ -258,6 +258,7 @@ class _Rebuilding(torch.autograd.Function):
         given: list[Tensor] = []
         ctx.own = SimpleNamespace(save_for_backward=lambda *tensors: given.extend(tensors))
         out = function.forward(ctx.own, x, weight, bias, *rest)
+        # It refers to `given`, and so to x, which would stay alive until backward.
         del ctx.own.save_for_backward
         ctx.is_x, ctx.function = [t is x for t in given], function
         ctx.rebuilt, ctx.shape, ctx.dtype = rebuilt, x.shape, x.dtype
@@ -270,6 +271,7 @@ class _Rebuilding(torch.autograd.Function):
         split = len(ctx.saved_tensors) - ctx.is_x.count(False)
         saved, others = ctx.saved_tensors[:split], iter(ctx.saved_tensors[split:])
         x = ctx.rebuilt.get(saved, ctx.dtype).reshape(ctx.shape)
+        # A new object: in `ctx.own` the rebuilt x would live as long as the graph.
         own = SimpleNamespace(**vars(ctx.own), needs_input_grad=ctx.needs_input_grad[:3])
         own.saved_tensors = tuple(x if is_x else next(others) for is_x in ctx.is_x)
         return *ctx.function.backward(own, grad_out)[:3], None, None, None, None

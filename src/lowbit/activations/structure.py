@@ -38,6 +38,7 @@ def norm_like(module: nn.Module) -> Norm | None:
     shape = getattr(module, "normalized_shape", None) or [len(p) for p in own.values()]
     if next(module.children(), None) or own.keys() - {"weight", "bias"} or len(set(shape)) != 1:
         return None
+    # Not the global generator: compressing a model must not change its random numbers.
     generator = torch.Generator("cpu").manual_seed(0)
     numbers = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     weights = {name: numbers(shape[0]) for name in own}

@@ -26,6 +26,7 @@ def store(y: Tensor, out: Tensor, accumulate: bool) -> None:
     if accumulate:
         y = out.float() + y
     if out.dtype == torch.float16:
+        # NaN and Inf are not clamped: the receiver must see that the sender had them.
         y = torch.where(y.isfinite(), y.clamp(-65504, 65504), y)
     out.copy_(y)
 
@@ -51,6 +52,7 @@ def octave_steps(exponent_R: Tensor, below_RT: Tensor) -> Tensor:
 
 def uniform(count: int, seed: int, device: torch.device) -> Tensor:
     """`count` float32 numbers in [0, 1) with 24 bits, each from its index and `seed` by a 32-bit integer hash."""
+    # In int64 with masks: PyTorch does not multiply unsigned 32-bit integers.
     index = torch.arange(count, device=device)
     h = (index & 0xFFFFFFFF) ^ ((seed + (index >> 32) * 0x9E3779B9) & 0xFFFFFFFF)
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
@@ -112,4 +114,5 @@ def rotate(x: Tensor) -> Tensor:
         a, b = x.reshape(-1, size // (2 * step), 2, step).unbind(2)
         x = torch.stack((a + b, a - b), 2)
         step *= 2
+    # Once at the end: one rounding instead of one in each step.
     return x.reshape(shape) * size**-0.5

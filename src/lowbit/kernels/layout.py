@@ -77,6 +77,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         fields = (codes >> done) & ((1 << p) - 1)
         fields = torch.nn.functional.pad(fields, (0, width * 8 // p - codes.shape[-1]))
         shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=codes.device)
+        # The fields do not overlap, so their sum is a bitwise or, for which PyTorch has no reduction.
         out.append((fields.unflatten(-1, (8 // p, width)) << shifts[:, None]).sum(-2, dtype=torch.uint8))
         done += p
     return torch.cat(out, -1)

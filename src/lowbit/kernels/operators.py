@@ -93,6 +93,7 @@ class Operator:
         self._overload(*arguments)
 
     def _run(self, *arguments: Any) -> None:
+        # The fake implementation checks only what is traced.
         self._check(*arguments)
         first = arguments[0] if isinstance(arguments[0], Tensor) else arguments[0][0]
         function = implementation(self, first.device)
@@ -167,12 +168,14 @@ def _kernel(definition: Callable[..., Any], name: str) -> Callable[..., Any] | s
         except ImportError as error:
             _modules[path] = error
     module = _modules[path]
+    # The module exists, but not a package that it imports.
     if isinstance(module, ImportError) and module.name != path:
         return f"backend {name!r} needs {NEEDS[name]}, which cannot be imported: {module}"
     return getattr(module, definition.__name__, f"backend {name!r} has no kernel for {definition.__name__} in {path}")
 
 
 def _launching() -> Any:
+    # Imported late, because it imports Triton.
     return importlib.import_module("lowbit.kernels.gpu.launch")
 
 

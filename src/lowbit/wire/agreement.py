@@ -136,6 +136,7 @@ class Agreement:
                 if problem:
                     self._fail(problem)
                 previous, self._last[self._series] = self._last.get(self._series), self._key
+                # All ranks have come to this agreement, so none reads the board of the previous one any more.
                 if previous and self._rank == 0:  # usually the rank closest to the store
                     self._store.delete_key(previous)
                 return {member: facts for member, (_, facts) in sorted(statements.members().items())}
@@ -147,8 +148,10 @@ class Agreement:
             if now >= deadline:  # give up; does not count if the last statement gets onto the board before this line
                 absent = f"{listed(statements.missing(names))} did not report within {self._timeout:g} s: not started, "
                 given_up = problem or absent + "ended early, busy for longer than that, or set up for something else"
+                # Then read again: the order of lines decides, and the last statement may stand before this line.
                 self._board.append(ended=given_up)
                 continue
+            # Poll ever less often: all ranks share one store.
             pause = min(_LONGEST, max(_SHORTEST, _SHARE * (now - start)))
             time.sleep(min(pause, deadline - now))
 
@@ -203,6 +206,7 @@ class Statements:
         for line in board.lines():
             try:
                 statements._add(json.loads(line))
+            # ArithmeticError: a rank of 1e999; RecursionError: deep lists. The lines are untrusted.
             except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
                 statements._end(f"the store holds {line[:80]!r}, which no rank of this run wrote")
         return statements
@@ -223,9 +227,11 @@ class Statements:
                 raise ValueError(rank)
             self.came.add(rank)
             if not self.ended:
+                # The first statement counts: others may have concluded from it.
                 self.stated.setdefault(rank, (count, members))
 
     def _end(self, why: str) -> None:
+        # Once all have stated their facts, a rank that gives up cannot undo what others conclude.
         if not self.complete:
             self.ended = self.ended or why
 

@@ -63,6 +63,7 @@ class Checksums:
         """Length of this place's message at the start of `memory`, found by its checksum; None if there is none."""
         if not self.enabled:
             return None
+        # One digest that grows by a byte at a time: to hash each length anew would take quadratic time.
         view, digest = memory.numpy().data, xxhash.xxh3_64(seed=self._seed(place))
         for end in range(self.room, min(len(view), _MOST_SEARCHED) + 1):
             if view[end - self.room : end] == digest.digest():
@@ -81,6 +82,7 @@ class Checksums:
         if not self.enabled:
             return torch.zeros(1, dtype=torch.bool, device=message.device)
         checksum = _sum_words(message[: -self.room], self._seed(place))
+        # `clone`: in the message the checksum need not be aligned for int64.
         return checksum != message[-self.room :].clone().view(torch.int64)
 
     def _digest(self, view: memoryview, place: tuple[int, ...]) -> bytes:
@@ -107,6 +109,7 @@ class Verdicts:
     def settle(self) -> None:
         """Wait for all outcomes, and clear them; DamagedError for the first damaged message."""
         noted, self._noted = self._noted, []
+        # One transfer for all outcomes: the host would wait for the device in each.
         outcomes = torch.cat([damage for damage, _, _ in noted]).tolist() if noted else []
         for (_, about, rank), changed in zip(noted, outcomes, strict=True):
             if changed:
@@ -185,6 +188,7 @@ def _sum_words(payload: Tensor, seed: int) -> Tensor:
     that depends on its position. A change within one word is always detected; other changes, and words that swap
     positions, are missed once in billions.
     """
+    # Viewing bytes as int64 needs an aligned start, which a copy has.
     if payload.storage_offset() % _WORD:
         payload = payload.clone()
     whole = payload.numel() // _WORD * _WORD
@@ -195,18 +199,23 @@ def _sum_words(payload: Tensor, seed: int) -> Tensor:
         words = torch.cat([words, rest.view(torch.int64)])
     start = seed - (1 << 64) if seed >> 63 else seed  # as int64
     mixed = (words ^ start) * _ODD[0]
+    # Shifts of int64 repeat the sign bit; the mask removes its copies.
     mixed = mixed ^ ((mixed >> 32) & _LOW_HALF)
+    # Powers of two: few tables of weights are cached, however many lengths there are.
     count = max(1 << 10, 1 << (words.numel() - 1).bit_length())
     total = (mixed * _weights(count, payload.device)[: words.numel()]).sum().reshape(1)
+    # Zeros at the end may vanish in the padding of the last word, so the length counts as well.
     total = (total + payload.numel()) * _ODD[1]
     return (total ^ ((total >> 32) & _LOW_HALF)) + start
 
 
 @functools.cache
 def _weights(count: int, device: torch.device) -> Tensor:
+    # A table made in inference mode would stay an inference tensor for all later callers.
     with torch.inference_mode(False):
         places = torch.arange(1, count + 1, device=device) * _ODD[2]
         places = (places ^ ((places >> 29) & 0x7FFFFFFFF)) * _ODD[0]
+        # Multiplication by an odd number modulo 2^64 can be undone: no change within a word is lost.
         weights = places | 1
     if device.type == "cuda":  # other streams will use them, too
         torch.cuda.current_stream(device).synchronize()

@@ -122,6 +122,7 @@ def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float 
 
 def _connect(group: dist.ProcessGroup, gloo: Any, number: int, timeout: float) -> Carrier:
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    # The group's own interface: Gloo's default is the one that the host's name resolves to.
     options._devices = gloo.options._devices[:1]
     options._threads = 1  # for collectives, which it does not run
     options._timeout = timedelta(seconds=timeout)
@@ -141,6 +142,7 @@ def pieces(group: dist.ProcessGroup, channel: int, nbytes: int) -> Iterator[tupl
     size = max(LEAST_PIECE, -(-capacity // used))
     carriers = connections_of(group)
     for i, start in enumerate(range(0, capacity, size)):
+        # Each channel begins at another connection: messages of few pieces would all take the first ones.
         yield carriers[(channel + i) % used], slice(start, start + size)
 
 

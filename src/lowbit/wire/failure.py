@@ -71,11 +71,13 @@ class FailureBoard:
     def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
         """Write why this rank cannot continue, then close its connections, so that the others look for the reason."""
         if self._blames or self._gave_up:
+            # A second note would replace the first, which others may be following already.
             return sever()
         self._gave_up = True
         agreement = isinstance(error, AgreementError)
         text = (str(error) if agreement else described(error))[:_MOST_CHARACTERS]
         note = {"rank": self._rank, "reason": text, "agreement": agreement}
+        # The note before the cut: peers look for a reason as soon as their connection closes.
         written = _within(0.2 * self._timeout, lambda: self._write(**note))
         sever()
         if written and self._rank == self._host:
@@ -85,6 +87,7 @@ class FailureBoard:
         """Return an error that names the first rank that failed, after communication with `suspect` failed."""
         self._blames, silent = True, "timed out" in str(cause or "").lower()
         trace = _BlameChain([suspect])
+        # A wait that timed out has used up `patience`; a closed connection is noticed early, which leaves more time.
         limit = 0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout
         _within(limit, lambda: self._follow(trace, silent))
         culprit = trace.chain[-1]
@@ -100,6 +103,7 @@ class FailureBoard:
         text = f"{self._names[suspect]} {failed if cause else 'gave up'}"
         if culprit != suspect:
             text += f", because {self._names[culprit]} had failed before"
+        # Reading the board took longer than the limit, so the store did not answer either.
         if not trace.finished and suspect != self._host:
             host = "the job's rank 0" if self._host is None else self._names[self._host]
             text += f"; so did the store, which {host} hosts unless a launcher does"
@@ -126,10 +130,12 @@ class FailureBoard:
                 if note["suspect"] in (self._rank, *chain):
                     break  # a cycle: these ranks wait for each other
                 chain.append(note["suspect"])
+            # Time limits of ranks do not end at the same moment; a closed connection is seen at once.
             grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
             if trace.conflict or trace.note or time.monotonic() > start + grace:
                 break
             time.sleep(_POLL)
+        # Lets the rank that hosts the store end: this one has read what it needs.
         self._write(seen=self._rank)
         trace.finished = True
         if self._rank == self._host:
@@ -144,6 +150,7 @@ class FailureBoard:
                 case [int(channel), bool(incoming), int(nbytes)]:
                     stated.setdefault((channel, incoming), nbytes)  # keeps the oldest
         for message in messages:
+            # `pop`: only the oldest message of a channel is compared; without a statement lengths count as equal.
             theirs = stated.pop((message.route.channel, not message.incoming), message.nbytes)
             if theirs != message.nbytes:
                 sent, expected = (theirs, message.nbytes) if message.incoming else (message.nbytes, theirs)
@@ -178,6 +185,7 @@ class FailureBoard:
         return notes, done
 
     def _is_rank(self, value: object) -> bool:
+        # Not `isinstance`, which accepts True.
         return type(value) is int and 0 <= value < len(self._names)
 
 
@@ -190,6 +198,7 @@ class Route:
     about: str = field(default="a message", compare=False)
 
 
+# eq=False: the board's dictionary holds messages by identity; two may have equal fields.
 @dataclass(eq=False)
 class MessageInFlight:
     """A message under way, listed by the board: if it never arrives, each of its ends states its length there.

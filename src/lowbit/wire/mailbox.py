@@ -65,6 +65,7 @@ class Mailbox:
         """
         with self.traffic.timing("checksum_seconds"):
             self.checksums.seal(message, *place)
+        # Tags and pieces follow from the length that the receiver expects, so that both ends cut alike.
         sent, nbytes = [], message.numel() if expected is None else expected
         for route in routes:
             works = [
@@ -159,6 +160,7 @@ class Expected(MessageInFlight):
             intact = checksums.intact(self.memory[:end], *self.place)
         if intact:
             return self.memory[: end - checksums.room]
+        # A valid checksum at another place means another length, not damage.
         if (sent := checksums.end_of(self.memory, *self.place)) is None:
             raise damaged(self.route.about, self.route.peer)
         error = PeerError(wrong_length(self.route.about, sent, self.board.own_name, end), self.route.peer)
@@ -242,6 +244,7 @@ class Outbox:
                 self._changed.notify_all()
                 left = limit
                 while not self._changed.wait_for(self._is_decided, left):
+                    # Each send that finishes renews the limit: a slow link is not a dead peer.
                     left = max(start, self._last) + limit - time.monotonic()
                     if left <= 0:
                         break
@@ -253,6 +256,7 @@ class Outbox:
                     self.entries.popleft()
             with contextlib.nullcontext() if entry.ours else blaming(entry.peer):
                 if entry.group is not None:
+                    # The thread waits for this send without a limit; closing the connections ends that wait.
                     self.sever()
                     raise RuntimeError(f"Timed out waiting {round(1000 * limit)}ms for a message to be taken")
                 if entry.error is not None:
@@ -273,6 +277,7 @@ class Outbox:
             with self._changed:
                 self._changed.wait_for(self._has_work)
                 waiting = [entry for entry in self.entries if entry.group is not None]
+                # The outbox was closed, and holds nothing more.
                 if not waiting:
                     return
             while waiting:  # `pop`: keep no reference to a message that has been sent
@@ -320,6 +325,7 @@ def outbox_of(group: dist.ProcessGroup) -> Outbox:
     """Return this process's outbox for a group; there is one per group."""
     if group not in _outboxes:
         outbox = _outboxes[group] = Outbox()
+        # Otherwise its thread would wait forever for messages of a group that is gone.
         weakref.finalize(group, outbox.close)
     return _outboxes[group]
 
@@ -329,6 +335,7 @@ def _end_all() -> None:
     """Abandon the messages that have not been sent, and wait until the threads have ended."""
     for outbox in list(_running):
         outbox.close()
+        # The thread may be in a wait without a limit, which only closed connections end.
         outbox.sever()
         if outbox.thread is not None:
             outbox.thread.join(_EXIT_SECONDS)

@@ -143,6 +143,7 @@ class Messages:
         text = json.dumps(value).encode()
         if len(text) > MOST_BYTES:
             raise ValueError(f"value has {len(text)} bytes of JSON; allowed: at most {MOST_BYTES}")
+        # Both leave before the first wait: one trip instead of two.
         size = self.send(torch.tensor([len(text)]), to)
         body = self.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to)
         size.wait()
@@ -242,6 +243,7 @@ def round_trip(messages: Messages, peer: int, clock: Callable[[], int] = time.pe
         sent.wait()
         trips.append((trip, begin + trip // 2 - theirs))
     median = int(statistics.median(trip for trip, _ in trips[1:]))
+    # The shortest trip bounds the offset best: by half of itself, however unequal its two ways were.
     shortest, offset = min(trips)
     messages.send(torch.tensor([median, offset, shortest // 2]), peer).wait()
     return Trip(median / 1e9, offset, shortest // 2)
@@ -270,6 +272,7 @@ def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: floa
             wanted = bisect.bisect_left(_SIZES, _SIZES[step] * enough / max(took, 1e-9))
             step = min(max(step + 1, wanted), len(_SIZES) - 1)
         else:
+            # This message may have been faster than the round trip measured before: take off at most half.
             nbytes, elapsed = nbytes + _SIZES[step], elapsed + max(took - trip, took / 2)
     messages.send(torch.tensor([0]), peer).wait()
     return 8 * nbytes / elapsed / 1e6

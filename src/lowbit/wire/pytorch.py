@@ -44,6 +44,7 @@ def unwrapped_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         # torchft's wrappers keep it as `parent`, and replace it after each change of the members.
         while isinstance(inside := getattr(group, "parent", None), dist.ProcessGroup):
             group = inside
+        # Called only to fail here, with a clear error: a wrapper that is not connected has no store yet.
         group.get_group_store()
     except (AssertionError, RuntimeError):
         raise ValueError(
@@ -142,6 +143,7 @@ def carries(group: dist.ProcessGroup, backend: str, device: torch.device) -> boo
 def wait_within(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
     """Wait for a collective, with Gloo at most `timeout` seconds: then a PeerError, which cannot name the rank."""
     assert work is not None  # None is for ranks outside the group
+    # NCCL's `wait` only makes the current stream wait and returns at once, so a limit would measure nothing.
     if not carries(group, "gloo", torch.device("cpu")):
         work.wait()
         return

@@ -97,6 +97,7 @@ def of_attempt(store: Store, attempt: str = "0/0") -> PrefixStore:
 
 def peek(store: Any, key: str) -> bytes:
     """Return the value of a key, or an empty one, without waiting for the key: one round trip."""
+    # `get` would wait for the key. If it is missing, `compare_set` writes nothing, and returns what it expected.
     value = store.compare_set(key, _NOTHING, _NOTHING)
     return b"" if value == _NOTHING.encode() else value
 
@@ -116,6 +117,7 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
     def run() -> None:
         try:
             future.set_result(call())
+        # Whatever ends the call: without an outcome the caller would wait for the whole limit.
         except BaseException as error:
             future.set_exception(error)
 

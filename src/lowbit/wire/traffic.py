@@ -62,6 +62,7 @@ class Trace:
             yield
         finally:
             for method, own in before.items():
+                # An instance's attribute hides the method of its class, which is back once that is deleted.
                 delattr(stage, method) if own is None else setattr(stage, method, own)
 
 

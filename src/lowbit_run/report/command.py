@@ -198,6 +198,11 @@ _LOG_SECONDS, _SILENT_SECONDS = 10.0, 5.0
 _LOGGED = 6  # fields of a row in the log
 
 
+def _no_ending(settings: Any) -> Iterable[tuple[str, str]]:
+    """Return no last lines."""
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """The declaration of a command: settings, measurement, and how rows are shown.
@@ -228,7 +233,7 @@ class Command:
     key: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
     live: bool = True
-    ending: Callable[[Any], Iterable[tuple[str, str]]] = lambda settings: ()
+    ending: Callable[[Any], Iterable[tuple[str, str]]] = _no_ending
 
 
 def run(

@@ -36,9 +36,11 @@ _curve = operation(float32, float32)
 
 def exp(b: Any, x: Any) -> Any:
     """e^x within 1.2e-7 of its value; 0 below -88.1, Inf above 88.4."""
+    # In this order of operands NaN passes: both return the second one if either is NaN.
     x = lesser(b, f32(89, x), greater(b, f32(-88.3, x), x))
     shifted = _fma(b, x, LOG2E, TO_SIGNED)
     n = b.fsub(shifted, f32(TO_SIGNED, x))
+    # ln 2 in two parts: n times the first, of 9 bits, is exact, so r keeps its low bits.
     r = _fma(b, n, -LN2_LOW, _fma(b, n, -LN2_HIGH, x))
     p = f32(EXP[0], x)
     for c in EXP[1:]:

@@ -85,6 +85,7 @@ def activate(x, ACTIVATION: tl.constexpr):
     """
     if ACTIVATION == RELU:
         return tl.where(x < 0, 0.0, x), tl.where(x > 0, 1.0, tl.where(x == x, 0.0, x))
+    # `tl.minimum` and `tl.maximum` would drop NaN.
     near = tl.where(x > FAR, FAR, tl.where(x < -FAR, -FAR, x))
     if ACTIVATION == GELU:
         bell = tl.exp(near * near * -0.5)

@@ -129,6 +129,7 @@ def _forward(
         if mode == ENCODE:
             first = begin // group
             encode_groups(
+                # The address that element 0 would have: groups are counted from the start of the tensor.
                 x - 4 * begin, LINE, total, *parts, bits, group, NO,
                 stochastic, seed, per_block, rest, first, first + channels // group,
             )  # fmt: skip

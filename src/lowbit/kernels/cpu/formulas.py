@@ -195,6 +195,7 @@ def uniform(b: Any, index: Word, seed: Word) -> Float:
 
 def byte_of_flags(b: Any, flags: Word) -> Byte:
     """Pack eight bytes, each 0 or 1, into the bits of one byte."""
+    # The product has the flag of byte i at bit 56 + i, and no two of its terms meet in one bit.
     return b.trunc(b.lshr(b.mul(flags, I64(0x0102040810204080)), I64(56)), I8)
 
 
@@ -202,6 +203,7 @@ def flags_of_byte(b: Any, bits: Byte) -> Word:
     """Inverse of `byte_of_flags`."""
     spread = b.mul(b.zext(bits, I64), I64(0x0101010101010101))
     chosen = b.and_(spread, I64(0x8040201008040201))
+    # Carries into the top bit of each byte that is not 0, and never out of a byte.
     carried = b.add(chosen, I64(0x7F7F7F7F7F7F7F7F))
     return b.and_(b.lshr(carried, I64(7)), I64(0x0101010101010101))
 
@@ -213,6 +215,7 @@ def from_bf16(b: Any, half: Half) -> Float:
 
 def to_bf16(b: Any, x: Float) -> Half:
     """Round to nearest even."""
+    # NaN apart: the carry could make it infinity, or zero.
     rounded = b.lshr(_carry(b, float_bits(b, x), 16), I32(16))
     return b.trunc(b.select(b.fcmp_unordered("uno", x, x), I32(0x7FC0), rounded), I16)
 
@@ -222,6 +225,7 @@ def from_fp16(b: Any, half: Half) -> Float:
     h = b.zext(half, I32)
     sign = b.shl(b.and_(h, I32(0x8000)), I32(16))
     a = b.shl(b.and_(h, I32(0x7FFF)), I32(13))
+    # By a difference of normal numbers: `a` itself is a subnormal one, which the processor may flush.
     tiny = b.fsub(b.bitcast(b.add(a, I32(0x38800000)), F32), F32(2.0**-14))
     bits = b.add(a, I32(0x38000000))
     bits = b.select(b.icmp_unsigned(">=", a, I32(0x0F800000)), b.or_(a, I32(0x7F800000)), bits)
@@ -236,6 +240,7 @@ def to_fp16(b: Any, x: Float) -> Half:
     a, most, infinity = b.and_(bits, I32(MAGNITUDE)), I32(0x477FE000), I32(0x7F800000)
     c = b.select(b.icmp_unsigned(">", a, most), most, a)
     normal = b.lshr(b.sub(_carry(b, c, 13), I32(0x38000000)), I32(13))
+    # Float32 numbers from 0.5 on are multiples of 2^-24, like float16's subnormal ones: the sum rounds.
     tiny = b.sub(b.bitcast(b.fadd(b.bitcast(c, F32), F32(0.5)), I32), I32(0x3F000000))
     h = b.select(b.icmp_unsigned("<", c, I32(0x38800000)), tiny, normal)
     h = b.select(b.icmp_unsigned("==", a, infinity), I32(0x7C00), h)
@@ -278,4 +283,5 @@ def _carry(b: Any, bits: Any, dropped: int) -> Any:
 
 
 def _cut(b: Any, v: Any, top: Any) -> Any:
+    # For NaN `greater` returns 0, which becomes its code.
     return lesser(b, greater(b, v, f32(0, v)), top)

@@ -53,6 +53,7 @@ def summing(function: Callable[..., Any]) -> Any:
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function for Python at its first call, or load it from the disk cache if there can be one."""
     package = function.__module__.partition(".")[0]
+    # Numba reads the folder from its global configuration when a function is declared.
     before, config.CACHE_DIR = config.CACHE_DIR, _cache_folder(package)
     try:
         dispatcher: Any = numba.njit(cache=True, **OPTIONS)(function)
@@ -162,12 +163,14 @@ def over_rows(work: Callable[[int, int], object], rows: int, nbytes: int) -> Non
     try:
         work(bounds[0], bounds[1])
     finally:
+        # Also after an error: the other ranges still use the caller's memory.
         for other in others:
             other.result()
 
 
 @functools.cache
 def _workers() -> ThreadPoolExecutor:
+    # One for each processor: `torch.set_num_threads` may raise the number later.
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="lowbit")
 
 

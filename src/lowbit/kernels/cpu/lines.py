@@ -99,6 +99,7 @@ def output_line(y, kind, start, line) -> Any:
 @helper
 def write_line(line, y, kind, start, count) -> None:
     """Write an `output_line` to the elements from `start` on; beyond float16 they become Inf."""
+    # float32 was computed in its place (`output_line`).
     if kind == BFLOAT16:
         for j in range(count):
             put_half(y, start + j, to_bf16(get_float(line, j)))

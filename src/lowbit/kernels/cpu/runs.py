@@ -195,6 +195,7 @@ def encode_run(x, count, inverse, shift, top, bits, to, codes) -> Any:
     if count == 64:
         encode_64(x, inverse, shift, top, bits, to)
         return to + 8 * bits
+    # Words hold eight neighbours; runs whose parts are not multiples of eight are packed byte by byte.
     if part & 7 == 0 and count == padded:
         for i in range(0, part, 8):
             encode_words(x + 4 * i, part, inverse, shift, top, bits, to + i)

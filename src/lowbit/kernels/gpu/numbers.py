@@ -57,6 +57,7 @@ def round_bf16(x):
     """The nearest bfloat16, ties to even, as float32; NaN stays."""
     bits = bits_of(x)
     rounded = of_bits((bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000)
+    # NaN apart: the carry could make it infinity, or zero.
     return tl.where(x == x, rounded, x)
 
 
@@ -118,6 +119,7 @@ def section(payload, start_16):
 @triton.jit
 def zero_gap(payload, end, start_16):
     """Clear the bytes, at most 15, between the end of a section and the start of the next."""
+    # All programs may write these zeros: they are the same.
     at = end.to(tl.int64) + tl.arange(0, 16)
     tl.store(payload + at, 0, mask=at < start_16.to(tl.int64) * 16)
 
