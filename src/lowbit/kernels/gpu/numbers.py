@@ -98,7 +98,7 @@ def code_of(x, inverse, shift, top):
 
 @triton.jit
 def code_below(x, inverse, shift, top, random):
-    """As `code_of`, but rounded down after adding a random number in [0, 1)."""
+    """Do as `code_of`, but round down after adding a random number in [0, 1)."""
     v = (x * inverse + shift) + random
     v = tl.where(v > 0, v, 0.0)
     return tl.minimum(v, top).to(tl.int32)
