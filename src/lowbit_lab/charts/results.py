@@ -12,7 +12,7 @@ from lowbit_lab.bench import COMMANDS
 from lowbit_lab.charts.charts import Bars, Chart, draw, figure
 from lowbit_lab.charts.style import THEMES, Palette
 from lowbit_run.cli.commands import Measurement
-from lowbit_run.report.command import Command, Report, Row, check_output, distinct, flat
+from lowbit_run.report.command import Command, Report, Row, check_output, digits, distinct, flat
 from lowbit_run.report.page import Page, Part, lines, try_to_write
 from lowbit_run.report.training import differences, distinct_names, shown
 
@@ -173,7 +173,7 @@ def _plain_table(report: Report) -> Part:
     """Make a table of all fields of all rows."""
     head = list(dict.fromkeys(key for row in report.rows for key in row))
     cells = [[row.get(key) for key in head] for row in report.rows[:_MOST_ROWS]]
-    rows = [[f"{v:.6g}" if isinstance(v, float) else shown(v)[:500] for v in line] for line in cells]
+    rows = [[digits(v, 6) if isinstance(v, float) else shown(v)[:500] for v in line] for line in cells]
     return Part(title=f"Rows of {report.command}", head=head, rows=rows)
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -331,7 +332,7 @@ def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
 
 def _in_words(row: Row) -> str:
     """Return the first fields of a row, which say what was measured, with their values."""
-    values = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in row.items()}
+    values = {name: digits(v, 4) if isinstance(v, float) else v for name, v in row.items()}
     named = [f"{name} {one_line(str(v))}" for name, v in values.items() if isinstance(v, str | int)]
     return ", ".join(named[:_LOGGED])
 
@@ -400,6 +401,13 @@ class Report:
                 return cls(**values)
         kind = f"of `lowbit {command}`" if command else "that lowbit wrote"
         raise ValueError(f"{path} does not hold a report {kind}: name another file")
+
+
+def digits(value: float, count: int = 2) -> str:
+    """Format a number with `count` digits, or all of its integer part, without an exponent."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 10 ** (count - 1) else f"{Decimal(f'{value:.{count}g}'):f}"
 
 
 def machine() -> dict[str, Any]:

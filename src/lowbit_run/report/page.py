@@ -180,7 +180,7 @@ def stacks(bars: Sequence[str], parts: Mapping[str, Sequence[float]], *, label: 
         data.append({
             "type": "bar", "orientation": "h", "name": escaped(name), "y": [escaped(bar) for bar in bars],
             "x": list(lengths), "meta": {"light": colors[0], "dark": colors[1]},
-            "hovertemplate": "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>",
+            "hovertemplate": "%{y}: %{x:,.4~r}<extra>%{fullData.name}</extra>",
         })  # fmt: skip
     layout = {
         "barmode": "stack", "xaxis": {"title": {"text": label}}, "height": 160 + 34 * len(bars),
@@ -231,7 +231,7 @@ def escaped(text: str) -> str:
 def _trace(name: str, curve: Sequence[tuple[float, float]], mode: str, meta: Mapping[str, str]) -> Figure:
     return {
         "type": "scatter", "mode": mode, "name": escaped(name), "x": [x for x, _ in curve], "y": [y for _, y in curve],
-        "meta": dict(meta), "hovertemplate": "%{y:.5g}",
+        "meta": dict(meta), "hovertemplate": "%{y:,.5~r}",
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowbit_run.report.command import digits
 from lowbit_run.report.page import Page, Part, lines, shares_part, stacks, timeline_part, try_to_write
 from lowbit_run.report.run_files import RunFiles, number, read_run
 
@@ -317,7 +318,7 @@ def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:
     compute, codec, wait = (value or 0.0 for value in values)
     share = max(used_shares(run).values(), default=None)
     if wait >= _WAITS * whole:
-        waited = f"Of {whole:.2g} seconds of a step, ranks waited {wait:.2g} for messages"
+        waited = f"Of {digits(whole)} seconds of a step, ranks waited {digits(wait)} for messages"
         if share is None:
             yield f"{waited}, or for each other: other schedules and splits may wait less (lowbit plan pipeline)."
         elif share >= _BUSY:
@@ -330,10 +331,10 @@ def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:
                 "and the split of lowbit plan pipeline."
             )
     elif codec >= _CODES * whole:
-        yield f"Coding took {codec:.2g} of {whole:.2g} seconds of a step, waiting {wait:.2g}."
+        yield f"Coding took {digits(codec)} of {digits(whole)} seconds of a step, waiting {digits(wait)}."
         yield 'A cheaper format may be faster: "tah-quant" or "int4", or pipeline.forward = "auto".'
     else:
-        yield f"Computing took {compute:.2g} of {whole:.2g} seconds of a step, waiting {wait:.2g}."
+        yield f"Computing took {digits(compute)} of {digits(whole)} seconds of a step, waiting {digits(wait)}."
         yield "The network is not what limits this run: fewer bits would gain little."
 
 

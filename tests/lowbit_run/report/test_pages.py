@@ -73,6 +73,8 @@ def test_a_run_has_its_losses_settings_and_versions(tmp_path: Path):
         ((0.2, 0.1, 1.7), None, ("or for each other", "lowbit plan pipeline")),
         ((1.0, 0.9, 0.1), 1e6, ("Coding took 0.9 of 2 seconds", "A cheaper format")),
         ((1.9, 0.05, 0.05), 1e6, ("Computing took 1.9 of 2 seconds", "The network is not what limits")),
+        ((20.4, 7.2, 83.2), None, ("Of 111 seconds of a step, ranks waited 83 for messages", "or for each other")),
+        ((0.12, 0.00002, 0.00001), None, ("Computing took 0.12 of 0.12 seconds of a step, waiting 0.00001.",)),
     ],
 )
 def test_a_run_is_told_in_short(
