@@ -202,8 +202,7 @@ def rows_of(racers: Sequence[Racer], link: Mapping[str, Any]) -> list[dict[str, 
 
 
 def _end(row: Row) -> str:
-    speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-    return f"loss {row['curve'][-1][1]:.2f}, {row['seconds'] / 60:.1f} min\n{speed}"
+    return f"{row['seconds_to_loss'] / 60:.1f} minutes\n{row['tokens_per_second']:,.0f} tokens/s"
 
 
 def _finding(rows: Sequence[Row]) -> str:
@@ -253,8 +252,9 @@ COMMAND = Command(
         Lines(
             title=_finding, panel=link_name, series="boundary", x_label="minutes of training",
             curve=lambda row: [(seconds / 60, loss) for seconds, loss in row["curve"]],
+            mark=lambda row: (row["seconds_to_loss"] / 60, row["target_loss"]),
             label="held-out loss, nats per token", note=_end, height=3.6,
-            subtitle="Same model, data and steps on two ranks; only the format between the pipeline stages differs.",
+            subtitle="Same model, data and steps on two ranks; only the format differs. Discs: the loss that all reach.",
         )
     ],
 )  # fmt: skip

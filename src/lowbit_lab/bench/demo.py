@@ -68,7 +68,11 @@ TABLE = Table(
 def summed_up(rows: Sequence[Row]) -> str:
     """Say in one sentence how much faster than the first run of each link the last one is."""
     last = [row for row in rows if row["boundary"] == AUTO]
-    faster = [f"{row['speedup_stock_fp32']:.1f} times as fast over {link_name(row)}" for row in last]
+    faster = [
+        f"{row['speedup_stock_fp32']:.1f} times as fast "
+        + ("without a limit" if row["link_mbit"] is None else f"over {link_name(row)}")
+        for row in last
+    ]
     return f"lowbit trains {' and '.join(faster)}"
 
 

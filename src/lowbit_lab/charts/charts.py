@@ -5,6 +5,7 @@ Figures are drawn without pyplot and its global state.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -55,12 +56,17 @@ class Chart(ABC):
 
     def heading(self, rows: Sequence[Row]) -> list[tuple[str, dict[str, Any]]]:
         """Return the lines above the chart, with their text properties."""
-        shown = self.selected(rows)
-        texts = [text(shown) if callable(text) else text for text in (self.title, self.subtitle)]
+        title, subtitle = self.texts(rows)
         return [
-            *((line, {"size": TITLE, "weight": "bold"}) for line in _balanced(texts[0], 67)),
-            *((line, {"size": TEXT}) for line in _balanced(texts[1], 100)),
+            *((line, {"size": TITLE, "weight": "bold"}) for line in balanced(title, 67)),
+            *((line, {"size": TEXT}) for line in balanced(subtitle, 100)),
         ]
+
+    def texts(self, rows: Sequence[Row]) -> tuple[str, str]:
+        """Return title and subtitle."""
+        shown = self.selected(rows)
+        title, subtitle = (text(shown) if callable(text) else text for text in (self.title, self.subtitle))
+        return title, subtitle
 
     def inches(self, rows: Sequence[Row]) -> float:
         """Return the height of the chart without its heading."""
@@ -80,15 +86,15 @@ class Chart(ABC):
         """Draw one panel."""
 
 
-def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
-    """Draw charts one below the other, each with its heading, in their final layout."""
+def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT, *, headed: bool = True) -> Figure:
+    """Draw charts one below the other, each with its heading unless the page has it, in their final layout."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     shown = [chart for chart in charts if chart.panels(rows)]
     with rc_context(theme.settings()):
-        headings = [chart.heading(rows) for chart in shown]
+        headings = [chart.heading(rows) if headed else [] for chart in shown]
         heights = [height for chart, lines in zip(shown, headings, strict=True)
                    for height in (0.12 + sum(_line_inches(line) for _, line in lines), chart.inches(rows))]  # fmt: skip
         engine = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.05, wspace=0.03, hspace=0.03)
@@ -129,13 +135,17 @@ def short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _balanced(text: str, width: int) -> list[str]:
-    """Break a text into as few lines as possible, of about the same length."""
+_UNIT = re.compile(r"(?<=\d) (?=(bits?|nats?|[kMG]?bit/s|[kMGT]?i?B|m?s|seconds?|min|minutes?|tokens?|ranks?|dB|%)\b)")
+
+
+def balanced(text: str, width: int) -> list[str]:
+    """Break a text into as few lines as possible, of about the same length; a number stays with its unit."""
+    text = _UNIT.sub("\N{NO-BREAK SPACE}", text)
     lines = best = textwrap.wrap(text, width, break_on_hyphens=False)
     while len(lines) == len(best) and width > 20:
         best, width = lines, width - 1
         lines = textwrap.wrap(text, width, break_on_hyphens=False)
-    return best
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in best]
 
 
 def _line_inches(properties: dict[str, Any]) -> float:

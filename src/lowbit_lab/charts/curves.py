@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from lowbit_lab.charts.charts import Chart, Finish, columns, ink, wrapped
 from lowbit_lab.charts.style import SMALL, TEXT, Palette, title_of
 from lowbit_run.report.command import Row, Value, distinct, value_of
+from lowbit_run.report.page import coincide
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -31,7 +33,8 @@ class Lines(Chart):
     Args:
         series: the name of a curve.
         x, y: a point of the curve for each row.
-        curve: instead of `x` and `y`, all points of a curve in one row, as pairs.
+        curve: instead of `x` and `y`, all points of a curve in one row, as pairs; panels then begin at the same x.
+        mark: with `curve`, the point that has a disc and the name; None: the curve's end.
         x_label: the x axis, with its unit.
         alone: true for points that are not joined to others.
         note: makes further lines of the name from the curve's last row.
@@ -42,10 +45,18 @@ class Lines(Chart):
     x: Value = ""
     y: Value = ""
     curve: Value | None = None
+    mark: Value | None = None
     x_label: str
     alone: Value | None = None
     note: Callable[[Row], str] | None = None
     log_x: bool = False
+
+    def fill(self, figure: SubFigure, rows: Sequence[Row], palette: Palette) -> list[Finish]:
+        finishes = super().fill(figure, rows, palette)
+        left = min(axes.get_xlim()[0] for axes in figure.axes)
+        for axes in figure.axes if self.curve else ():
+            axes.set_xlim(left=left)
+        return finishes
 
     def draw(self, axes: Axes, rows: Sequence[Row], palette: Palette) -> list[Finish]:
         curves, labels = [], []
@@ -58,13 +69,17 @@ class Lines(Chart):
                 points[alone] += value_of(row, self.curve) if self.curve else [at]
             colour, strong = palette[name], palette.stands_out(name)
             width, marker = 2.6 if strong else 1.8, "" if self.curve else palette.marker(name)
-            axes.plot(*columns(points[False]), marker=marker, markersize=4, color=colour, linewidth=width)
+            joined = points[False]
+            # Dashes let a curve be seen below another one.
+            style = (0, (4, 4)) if any(coincide(joined, other) for other in curves) else "solid"
+            axes.plot(*columns(joined), marker=marker, markersize=4, color=colour, linewidth=width, linestyle=style)
             axes.plot(*columns(points[True]), linestyle="", marker="*", color=colour)
-            if joined := points[False]:
+            if joined:
+                x, y = value_of(own[-1], self.mark) if self.mark else joined[-1]
                 if self.curve:
-                    axes.plot(*joined[-1], marker="o", markersize=6 if strong else 5, color=colour)
+                    axes.plot(x, y, marker="o", markersize=6 if strong else 5, color=colour)
                 text = "\n".join([wrapped(title_of(name)), *([self.note(own[-1])] if self.note else [])])
-                labels.append(Label(text=text, x=joined[-1][0], y=joined[-1][1], **ink(name, palette)))
+                labels.append(Label(text=text, x=x, y=y, **ink(name, palette)))
                 curves.append(joined)
         axes.set(xlabel=self.x_label, ylabel=self.label)
         axes.margins(x=0.03)
@@ -160,12 +175,13 @@ class Heights(Chart):
 
     Args:
         values: the numbers of a row, the same count in all rows.
-        marks: places in the row that get an arrow.
+        marks: places in the row that get a triangle; marked: what a triangle means, for the legend.
         x_label: the x axis; y_label: what the rows are. `label` belongs to the colours.
     """
 
     values: Value
     marks: Value
+    marked: str
     x_label: str
     y_label: str
 
@@ -178,7 +194,10 @@ class Heights(Chart):
         numbers = [value_of(row, self.values) for row in rows]
         image = axes.imshow(numbers, aspect="auto", norm=LogNorm(), cmap="viridis", interpolation="nearest")
         marks = [(x, y + 0.42) for y, row in enumerate(rows) for x in value_of(row, self.marks)]
-        axes.plot(*columns(marks), linestyle="", marker="^", markersize=5, color=palette.theme.formats["tah-quant"])
+        colour = palette.theme.formats["tah-quant"]
+        axes.plot(*columns(marks), linestyle="", marker="^", markersize=5, color=colour, label=self.marked)
+        if marks:
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, frameon=False)
         axes.figure.colorbar(image, ax=axes, label=self.label)
         axes.set(xlabel=self.x_label, ylabel=self.y_label, yticks=range(len(rows)))
         axes.grid(visible=False)
@@ -261,8 +280,8 @@ def write_column(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Te
         axes.annotate(
             label.text, (label.x, label.y), ((right - x) / scale + 8, (height - y) / scale), textcoords="offset points",
             va="center", fontsize=size, color=label.colour, weight=label.weight, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 3}
-            if abs(height - y) > NEAR / 2 * scale else None,
+            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 3,
+                        "relpos": (0, 0.5)} if abs(height - y) > NEAR / 2 * scale else None,
         )
         for label, (x, y), height in zip(labels, points, heights, strict=True)
     ]  # fmt: skip

@@ -147,8 +147,8 @@ def _parts(report: Report, command: Command | None) -> Iterator[Part]:
             yield Part(title=title.replace("\n", " ") or "Results", head=head, rows=cells)
     for chart in charts_of(command):
         if chart.panels(report.rows):
-            title = chart.title(chart.selected(report.rows)) if callable(chart.title) else chart.title
-            yield Part(title=title or chart.label, picture=_pictures(chart, report.rows))
+            title, subtitle = chart.texts(report.rows)
+            yield Part(title=title or chart.label, text=subtitle, picture=_pictures(chart, report.rows))
 
 
 def _speed_by_link(rows: Sequence[Row]) -> Part | None:
@@ -178,12 +178,12 @@ def _plain_table(report: Report) -> Part:
 
 
 def _pictures(chart: Chart, rows: Sequence[Row]) -> dict[str, str]:
-    """Draw the chart as in the documentation, in both themes."""
+    """Draw the chart as in the documentation, in both themes, below the heading that the page has."""
     from matplotlib import rc_context
 
     addresses = {}
     for name, theme in THEMES.items():
-        drawn, file = figure([chart], rows, theme), io.BytesIO()
+        drawn, file = figure([chart], rows, theme, headed=False), io.BytesIO()
         with rc_context(theme.settings()):
             drawn.savefig(file, format="svg", metadata={"Date": None})
         addresses[name] = f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"

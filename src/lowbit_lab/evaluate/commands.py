@@ -75,7 +75,8 @@ CALIBRATE = Command(
         Heights(
             panel=lambda row: kind_of(row["layer"]),
             values=lambda row: [value / row["range_median"] for value in row["aggregated"]],
-            marks="features", x_label="feature", y_label="layer", label="range over the layer's median",
+            marks="features", marked="in bfloat16", x_label="feature", y_label="layer",
+            label="range over the layer's median",
         ),
     ),
     live=False,

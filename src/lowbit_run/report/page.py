@@ -5,6 +5,7 @@ using the network, and from running any script but its own.
 """
 
 import base64
+import bisect
 import functools
 import gzip
 import hashlib
@@ -157,13 +158,15 @@ def lines(
     colors: Mapping[str, tuple[str, str]] = COLORS,
 ) -> Figure:
     """Curves by name; `points`: markers of the same color without a line, by name of the curve."""
-    data = []
+    data, drawn = [], list[Sequence[tuple[float, float]]]()
     for i, (name, curve) in enumerate(curves.items()):
         light, dark = colors.get(name, SERIES[i % len(SERIES)])
         meta = {"light": light, "dark": dark}
         curve = thinned(curve)
         mode = "lines+markers" if markers or len(curve) == 1 else "lines"
-        data.append(_trace(name, curve, mode, meta))
+        hides = any(coincide(curve, other) for other in drawn)  # dashes let the other be seen
+        data.append(_trace(name, curve, mode, meta) | ({"line": {"dash": "dash"}} if hides else {}))
+        drawn.append(curve)
         if held_out := (points or {}).get(name):
             data.append(_trace(f"{name}, held-out", held_out, "markers", meta) | {"marker": {"size": 9}})
     layout: Figure = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, "hovermode": "x unified"}
@@ -221,6 +224,23 @@ def thinned(curve: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> li
         return list(curve)
     parts = [curve[i : i + width] for i in range(0, len(curve), width)]
     return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def coincide(curve: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> bool:
+    """Whether a curve lies on another one: at half of its places within 1.5 % of the height of both."""
+    if len(curve) < 2 or len(other) < 2:
+        return False
+    heights = [y for _, y in (*curve, *other)]
+    near = 0.015 * (max(heights) - min(heights))
+    other = sorted(other)
+    xs = [x for x, _ in other]
+    distances = []
+    for x, y in curve:
+        right = bisect.bisect_left(xs, x)
+        if right < len(xs) and (right or x == xs[0]):
+            (x0, y0), (x1, y1) = other[max(0, right - 1)], other[right]
+            distances.append(abs(y - y0 - (y1 - y0) * ((x - x0) / (x1 - x0) if x1 > x0 else 1.0)))
+    return len(distances) >= 2 and statistics.median(distances) <= near
 
 
 def escaped(text: str) -> str:

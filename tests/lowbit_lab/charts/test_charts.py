@@ -8,10 +8,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from lowbit_lab.charts import Bars, Heights, Lines, Points
-from lowbit_lab.charts.charts import Chart, draw, figure
+from lowbit_lab.charts.charts import Chart, balanced, draw, figure
 from lowbit_lab.charts.results import check_picture, draw_results
 from lowbit_lab.charts.style import THEMES, family, mixed, recommended, row_name, title_of
 from lowbit_run.cli.commands import Measurement
+from lowbit_run.report.page import coincide
 from tests.lowbit_lab.charts.collisions import collisions
 
 ROWS = [
@@ -48,6 +49,36 @@ def test_bars_lines_of_rows_and_of_curves_and_points_by_themselves():
     assert (point.get_ydata().tolist(), point.get_linestyle()) == ([40.0], "None")
 
 
+def test_a_curve_below_another_is_seen_panels_begin_alike_and_numbers_keep_their_units():
+    curve = [(i / 2, 5.0 - i / 10) for i in range(1, 9)]
+    rows: list[Any] = [
+        {"link": "25", "format": "fp32", "curve": curve},
+        {"link": "25", "format": "auto", "curve": [(x, y + 0.001) for x, y in curve]},
+        {"link": "100", "format": "fp32", "curve": [(x + 3, y) for x, y in curve]},
+        {"link": "100", "format": "auto", "curve": [(x + 3, y / 2) for x, y in curve]},
+    ]
+    chart = Lines(panel="link", series="format", curve="curve", x_label="s", label="loss",
+                  mark=lambda row: row["curve"][3])  # fmt: skip
+    first, second = drawn(chart, rows).axes
+    assert [line.get_linestyle() for line in first.lines if len(line.get_xdata()) > 1] == ["-", "--"]
+    assert [line.get_linestyle() for line in second.lines if len(line.get_xdata()) > 1] == ["-", "-"]
+    assert first.get_xlim()[0] == second.get_xlim()[0]
+    assert (2.0, 4.6) in [tuple(line.get_xydata()[0]) for line in first.lines if len(line.get_xdata()) == 1]
+    assert balanced("lowbit trains 8.5 times as fast over 25 Mbit/s and 2.1 times over 100 Mbit/s", 67) == [
+        "lowbit trains 8.5 times as fast over", "25 Mbit/s and 2.1 times over 100 Mbit/s",
+    ]  # fmt: skip
+    assert not coincide(curve, [(x, 2 * y) for x, y in curve])
+    assert not coincide(curve, curve[:1])
+
+
+def test_triangles_have_a_legend():
+    chart = Heights(values=lambda row: [1.0, 2.0], marks=lambda row: [1], marked="in bfloat16", x_label="x",
+                    y_label="y", label="range")  # fmt: skip
+    legend = drawn(chart, ROWS).axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["in bfloat16"]
+
+
 def test_collisions_are_told():
     made = Figure(figsize=(4, 2))
     for x, text in ((0.5, "one"), (0.51, "two"), (0.99, "beyond the edge")):
@@ -58,8 +89,8 @@ def test_collisions_are_told():
 @pytest.mark.parametrize("rows", [[], ROWS])
 def test_a_picture_of_whatever_there_is(tmp_path: Path, rows: list):
     heights = Heights(
-        panel="link", values=lambda row: [1.0, row["speed"] or 2.0], marks=lambda row: [1], x_label="x", y_label="y",
-        label="range",
+        panel="link", values=lambda row: [1.0, row["speed"] or 2.0], marks=lambda row: [1], marked="kept", x_label="x",
+        y_label="y", label="range",
     )  # fmt: skip
     draw([SPEEDS, heights], rows, tmp_path / "new" / "p.png")
     assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
