@@ -254,7 +254,8 @@ COMMAND = Command(
             curve=lambda row: [(seconds / 60, loss) for seconds, loss in row["curve"]],
             mark=lambda row: (row["seconds_to_loss"] / 60, row["target_loss"]),
             label="held-out loss, nats per token", note=_end, height=3.6,
-            subtitle="Same model, data and steps on two ranks; only the format differs. Discs: the loss that all reach.",
+            subtitle="Same model, data and steps on two ranks; only the format differs. "
+            "Discs: the loss that all reach.",
         )
     ],
 )  # fmt: skip

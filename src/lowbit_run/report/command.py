@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from lowbit_run.cores import usable_cores
 from lowbit_run.terminal import console, filtered_again
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions, Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -113,7 +114,9 @@ def compare(rows: Sequence[Row], baselines: Sequence[Baseline]) -> list[dict[str
     return compared
 
 
-TERMINAL = 80  # characters that a table should fit into
+_SPACE = re.compile(r"(?<=\s)(?=\S)")
+_BREAK = re.compile(r"(?<=[\s_/,=(])(?=\S)|(?<=[^\W\d][.-])(?=\w)|(?<=\d[.-])(?=[^\W\d])")
+"""Where the words of a cell may be broken; not within a number."""
 
 
 @dataclass(frozen=True)
@@ -165,34 +168,94 @@ class Table:
 
         return Group(*(line for part in self.parts(rows) for line in self._render(*part)))
 
-    def _render(self, title: str, columns: list[Column], rows: Sequence[Row]) -> Iterator[RichTable | Text]:
-        """The title, which may be wider than the table, and the table; numbers to the right.
-
-        On a narrow terminal, columns move together and text is wrapped; numbers are not.
-        """
-        from rich import box
-        from rich.table import Table as RichTable
+    def _render(self, title: str, columns: list[Column], rows: Sequence[Row]) -> Iterator[_Fitted | Text]:
+        """The title, which may be wider than the table, and the table."""
         from rich.text import Text
 
         if title:
             yield Text(title, style="table.title")
-        lines = [[column.cell(row) for column in columns] for row in rows]
-        widths = [
-            max(map(len, (*column.title.split("\n"), *(line[i] for line in lines)))) + 2
-            for i, column in enumerate(columns)
+        ends = [value_of(row, self.gap) != value_of(next_, self.gap) for row, next_ in itertools.pairwise(rows)]
+        yield _Fitted(
+            titles=[column.title for column in columns],
+            numeric=[any(isinstance(value_of(row, c.value), int | float) for row in rows) for c in columns],
+            lines=[[column.cell(row) for column in columns] for row in rows],
+            ends=ends if self.gap is not None else [],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fitted:
+    """A table as wide as the terminal: on a narrow one, columns move together, and texts are broken between words.
+
+    Numbers are to the right, and are not broken. If even the longest words do not fit, each row becomes a list of
+    names and values.
+
+    Args:
+        numeric: columns that hold numbers. ends: whether an empty line follows a row.
+    """
+
+    titles: list[str]
+    numeric: list[bool]
+    lines: list[list[str]]
+    ends: list[bool]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichTable | Text]:
+        from rich import box
+        from rich.table import Table as RichTable
+
+        cells = [[title, *(line[i] for line in self.lines)] for i, title in enumerate(self.titles)]
+        most = [max(len(part) for cell in column for part in cell.split("\n")) for column in cells]
+        padding = int(sum(most) + 2 * len(most) <= options.max_width)
+        room = options.max_width - 2 - (1 + padding) * (len(most) - 1)
+        least = [
+            max(len(word) for i, cell in enumerate(column) for word in _words(cell, whole=numeric and i > 0))
+            for column, numeric in zip(cells, self.numeric, strict=True)
         ]
-        padding = (0, int(sum(widths) < TERMINAL), 0, 0)
-        table = RichTable(header_style="bold", box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
-        for column in columns:
-            numeric = any(isinstance(value_of(row, column.value), int | float) for row in rows)
-            justify = "right" if numeric else "left"
-            table.add_column(column.title, justify=justify, no_wrap=numeric, overflow="fold")
-        for line in lines:
-            table.add_row(*line)
-        if self.gap is not None:
-            for i, (row, following) in enumerate(itertools.pairwise(rows)):
-                table.rows[i].end_section = value_of(row, self.gap) != value_of(following, self.gap)
+        if sum(least) > room:
+            yield from self._as_lists(options.max_width)
+            return
+        widths = list(most)
+        while sum(widths) > room:  # the widest of the columns that can be narrower
+            widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])
+            widths[widest] -= 1
+        table = RichTable(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False)
+        for title, numeric, width in zip(self.titles, self.numeric, widths, strict=True):
+            table.add_column(broken(title, width), justify="right" if numeric else "left", overflow="fold")
+        for i, line in enumerate(self.lines):
+            shown = [broken(cell, width) for cell, width in zip(line, widths, strict=True)]
+            table.add_row(*shown, end_section=i < len(self.ends) and self.ends[i])
         yield table
+
+    def _as_lists(self, width: int) -> Iterator[RichTable | Text]:
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        names = [title.replace("-\n", "").replace("\n", " ") for title in self.titles]
+        room = max(1, width - 2 - max(map(len, names)))
+        for line in self.lines:
+            table = RichTable(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+            for name, cell in zip(names, line, strict=True):
+                table.add_row(Text(name, style="bold"), broken(cell, room))
+            yield table
+            yield Text("")
+
+
+def _words(text: str, *, whole: bool = False) -> list[str]:
+    """Return the parts of a text that are not broken, with the mark after which a line may end."""
+    return [word.rstrip() for line in text.split("\n") for word in ([line] if whole else _BREAK.split(line))]
+
+
+def broken(text: str, width: int) -> str:
+    """Break a text into lines of at most `width` characters: after spaces, or else after one of `_ . - / , = (`."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines.append("")
+        parts = ([part] if len(part.rstrip()) <= width else _BREAK.split(part) for part in _SPACE.split(line))
+        for word in itertools.chain.from_iterable(parts):
+            if lines[-1] and len((lines[-1] + word).rstrip()) > width:
+                lines.append("")
+            lines[-1] += word
+    return "\n".join(line.rstrip() for line in lines)
 
 
 _LOG_SECONDS, _SILENT_SECONDS = 10.0, 5.0

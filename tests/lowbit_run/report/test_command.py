@@ -187,14 +187,26 @@ def shown(table: Table, rows: list[Row], width: int = 60) -> str:
     return console.export_text()
 
 
-def test_a_narrow_terminal_folds_words_and_no_numbers():
+def test_a_narrow_terminal_breaks_between_words():
+    rows: list[Row] = [{"layer": "encoder.attention.output.dense", "schedule": "Interleaved1F1B", "x": 1234.5}]
+    columns = [Column("layer", "layer"), Column("schedule", "schedule"), Column("x", "x")]
+    text = shown(Table(columns=columns), rows, 36)
+    assert [line.split()[:1] for line in text.splitlines()[3:5]] == [["encoder."], ["attention."]]
+    assert all(word in text for word in ("schedule", "Interleaved1F1B", "1234.5", "output."))
+    text = shown(Table(columns=columns), rows, 26)
+    assert "schedule  Interleaved1F1B" in text
+    assert "x         1234.5" in text
+    assert max(map(len, text.splitlines())) <= 26
+
+
+def test_a_narrow_terminal_folds_no_numbers():
     names = [f"number\n{i}" for i in range(8)]
     columns = [Column("a format", "name"), *(Column(n, n) for n in names)]
     name = "GroupInt(bits=4, group=64, symmetric=True)"
     text = shown(Table(columns=columns), [{"name": name} | dict.fromkeys(names, 123.45)], 80)
     assert text.count("123.45") == text.count("number") == 8
     assert "…" not in text
-    assert "".join(line[:24].strip() for line in text.splitlines()[4:]).replace(" ", "") == (name.replace(" ", ""))
+    assert all(word in text for word in ("GroupInt(bits=4,", "group=64,", "symmetric=True)"))
 
 
 def test_a_table_for_each_value_has_a_title_and_gaps_and_no_empty_columns():
