@@ -3,11 +3,11 @@
 from benchmarks.figures import Figures
 from lowbit_run.cli import main
 from lowbit_run.cli.app import Group
-from lowbit_run.cli.commands import measurements
+from lowbit_run.cli.commands import MakeReport, measurements
 
 BENCHMARKS = Group(
     "Measurements that only developers of lowbit need, and the figures of the documentation.",
-    lambda: {**measurements("benchmarks"), "figures": Figures()},
+    lambda: {**measurements("benchmarks"), "figures": Figures(), "report": MakeReport()},
     examples=("python -m benchmarks race --boundary fp32,tah-quant-published", "python -m benchmarks figures"),
 )
 

@@ -2,6 +2,7 @@
 
 import base64
 import importlib
+import importlib.util
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from lowbit_lab.bench import COMMANDS
 from lowbit_lab.charts.charts import Bars, Chart, draw, figure
 from lowbit_lab.charts.style import THEMES, Palette
 from lowbit_run.cli.commands import Measurement
-from lowbit_run.report.command import Command, Report, Row, check_output, digits, distinct, flat
+from lowbit_run.report.command import Column, Command, Report, Row, Table, check_output, digits, distinct, flat
 from lowbit_run.report.page import Page, Part, lines, try_to_write
 from lowbit_run.report.training import differences, distinct_names, shown
 
@@ -23,6 +24,8 @@ _OTHERS = {
     "doctor": "lowbit_run.doctor.command",
 }  # fmt: skip
 """Modules of the commands that are not benchmarks, by name."""
+_BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "__init__.py"
+"""The benchmarks of developers, in a checkout; `python -m benchmarks report` finds them."""
 
 
 def _series(fields: Mapping[str, str]) -> Callable[[Sequence[Row]], Sequence[Row]]:
@@ -91,6 +94,11 @@ def read_results(file: Path) -> tuple[Report, Command | None]:
     """Return results that `--json` wrote, and the declaration of their command, if this version has it."""
     report = Report.read_json(file)
     place = _OTHERS.get(report.command) or COMMANDS.get(report.command.removeprefix("bench "))
+    if place is None and report.command.startswith("benchmarks ") and _BENCHMARKS.exists():
+        spec = importlib.util.find_spec("benchmarks")  # a checkout has it, and the program may not find it
+        if spec is not None and spec.origin == str(_BENCHMARKS):
+            commands = importlib.import_module("benchmarks").COMMANDS
+            place = commands.get(report.command.removeprefix("benchmarks "))
     return report, Measurement(place).command if place else None
 
 
@@ -107,17 +115,18 @@ def results_page(files: Mapping[Path, tuple[Report, Command | None]], problems: 
     several = len(results) > 1
     for name, (report, command) in results.items():
         prefix = f"{name}: " if several else ""
-        own = list[Part]()
+        own, missing = list[Part](), list[str]()
         try:
-            own += _parts(report, command)
+            own += _parts(report, command, missing)
         except ModuleNotFoundError as error:
             problems.append(f'{prefix}charts need {error.name}: pip install "lowbit[lab]", then lowbit report')
-        except Exception as error:  # rows of another version may lack what a table shows
+        if missing:
             problems.append(
-                f"{prefix}tables and charts cannot be made from these rows ({error}): all fields are listed instead"
+                f"{prefix}some tables and charts cannot be made from these rows ({'; '.join(dict.fromkeys(missing))}): "
+                "all fields are listed as well"
             )
-            own = []
-        parts += [replace(part, title=prefix + part.title) for part in own or [_plain_table(report)]]
+        own += [_plain_table(report)] if missing or not own else []
+        parts += [replace(part, title=prefix + part.title) for part in own]
     settings = {
         name: {key: shown(v) for key, v in flat(report.settings).items()} for name, (report, _) in results.items()
     }
@@ -134,21 +143,50 @@ def results_page(files: Mapping[Path, tuple[Report, Command | None]], problems: 
     )  # fmt: skip
 
 
-def _parts(report: Report, command: Command | None) -> Iterator[Part]:
+def _parts(report: Report, command: Command | None, missing: list[str]) -> Iterator[Part]:
+    """Yield tables and charts; what rows of another version lack is left out and added to `missing`."""
     if command is None or not report.rows:
         return
     if (speed := _speed_by_link(report.rows)) is not None:
         yield speed
-    for table in command.tables:
-        for title, columns, rows in table.parts(report.rows):
-            # Only narrow terminals need the hyphens.
-            head = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
-            cells = [[column.cell(row) for column in columns] for row in rows]
-            yield Part(title=title.replace("\n", " ") or "Results", head=head, rows=cells)
-    for chart in charts_of(command):
-        if chart.panels(report.rows):
-            title, subtitle = chart.texts(report.rows)
-            yield Part(title=title or chart.label, text=subtitle, picture=_pictures(chart, report.rows))
+    for make, what in (*((_tables, table) for table in command.tables), *((_chart, c) for c in charts_of(command))):
+        try:
+            made = list(make(what, report.rows, missing))
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:
+            missing.append(f"{error}")
+        else:
+            yield from made
+
+
+def _tables(table: Table, rows: Sequence[Row], missing: list[str]) -> Iterator[Part]:
+    shown = table.rows(rows) if table.rows else rows
+    columns = table.columns
+    if not callable(columns):
+        columns = [column for column in columns if _has(column, shown, missing)]
+    for title, heads, part in replace(table, columns=columns).parts(rows):
+        # Only narrow terminals need the hyphens.
+        head = [column.title.replace("-\n", "").replace("\n", " ") for column in heads]
+        cells = [[column.cell(row) for column in heads] for row in part]
+        yield Part(title=title.replace("\n", " ") or "Results", head=head, rows=cells)
+
+
+def _has(column: Column, rows: Sequence[Row], missing: list[str]) -> bool:
+    """Whether all rows have what a column shows."""
+    try:
+        for row in rows:
+            column.cell(row)
+    except (LookupError, TypeError, ValueError) as error:
+        missing.append(f"{error}")
+        return False
+    return True
+
+
+def _chart(chart: Chart, rows: Sequence[Row], missing: list[str]) -> Iterator[Part]:
+    if chart.panels(rows):
+        title, subtitle = chart.texts(rows)
+        yield Part(title=title or chart.label, text=subtitle, picture=_pictures(chart, rows))
 
 
 def _speed_by_link(rows: Sequence[Row]) -> Part | None:

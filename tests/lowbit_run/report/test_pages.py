@@ -153,6 +153,19 @@ def test_results_have_tables_speeds_and_pictures(tmp_path: Path):
     assert ["seed", "0", "1"] in _rows(_page(tmp_path / "speed.json", other, output=tmp_path / "both.html"))
 
 
+@pytest.mark.parametrize(
+    ("name", "cells", "pictures"),
+    [
+        ("race", ["25 Mbit/s", "transform", "2.0807", "83.3"], 2),  # a benchmark of developers
+        ("gradients", ["100mbit", "fp8"], 2),  # recorded before rows had what its tables show; the chart needs less
+    ],
+)
+def test_recorded_results_have_their_columns_and_charts(name: str, cells: list[str], pictures: int, tmp_path: Path):
+    text = _page(Path("docs/results/data", f"{name}.json").absolute(), output=tmp_path / "page.html")
+    assert any(set(cells) <= set(row) for row in _rows(text))
+    assert text.count("data:image/svg+xml") == pictures
+
+
 def test_results_of_another_version_are_shown_as_they_are(tmp_path: Path):
     file = tmp_path / "old.json"
     values = {"command": "bench pipeline", "settings": {}, "machine": {}, "rows": [{"boundary": "fp32", "speed": 7.5}]}
