@@ -113,6 +113,11 @@ def test_every_public_name_has_a_place_in_the_reference_and_the_search():
     assert all(name in index for name in ("LowBitStage", "warmup_steps"))
 
 
+def test_a_wrong_address_leads_home():
+    missing = (SITE / "404.html").read_text(encoding="utf-8")
+    assert re.search(r'This page does not exist</h1>\s*<p>.+<a href="[^"]*index\.html">', missing)
+
+
 def leads_somewhere(link: str, name: str) -> bool:
     """Whether a link of a page leads to a file of the site and an anchor in it, or has the form of an address."""
     parts = urlsplit(link)
