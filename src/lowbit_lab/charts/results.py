@@ -1,6 +1,7 @@
 """Pages about the results of `lowbit bench`, `evaluate`, `calibrate` and `plan`: one file, or several compared."""
 
 import base64
+import functools
 import importlib
 import importlib.util
 import io
@@ -149,9 +150,11 @@ def _parts(report: Report, command: Command | None, missing: list[str]) -> Itera
         return
     if (speed := _speed_by_link(report.rows)) is not None:
         yield speed
-    for make, what in (*((_tables, table) for table in command.tables), *((_chart, c) for c in charts_of(command))):
+    tables = (functools.partial(_tables, table) for table in command.tables)
+    charts = (functools.partial(_chart, chart) for chart in charts_of(command))
+    for make in (*tables, *charts):
         try:
-            made = list(make(what, report.rows, missing))
+            made = list(make(report.rows, missing))
         except ModuleNotFoundError:
             raise
         except Exception as error:

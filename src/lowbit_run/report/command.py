@@ -174,12 +174,13 @@ class Table:
 
         if title:
             yield Text(title, style="table.title")
-        ends = [value_of(row, self.gap) != value_of(next_, self.gap) for row, next_ in itertools.pairwise(rows)]
+        gap = self.gap
+        ends = [gap is not None and value_of(a, gap) != value_of(b, gap) for a, b in itertools.pairwise(rows)]
         yield _Fitted(
             titles=[column.title for column in columns],
             numeric=[any(isinstance(value_of(row, c.value), int | float) for row in rows) for c in columns],
             lines=[[column.cell(row) for column in columns] for row in rows],
-            ends=ends if self.gap is not None else [],
+            ends=[*ends, False],
         )
 
 
@@ -223,7 +224,7 @@ class _Fitted:
             table.add_column(broken(title, width), justify="right" if numeric else "left", overflow="fold")
         for i, line in enumerate(self.lines):
             shown = [broken(cell, width) for cell, width in zip(line, widths, strict=True)]
-            table.add_row(*shown, end_section=i < len(self.ends) and self.ends[i])
+            table.add_row(*shown, end_section=self.ends[i])
         yield table
 
     def _as_lists(self, width: int) -> Iterator[RichTable | Text]:
