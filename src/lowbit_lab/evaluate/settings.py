@@ -14,7 +14,7 @@ LOW_BIT = "feature-int4"
 STATIC = f"{LOW_BIT}-static"
 """The published format, without a gain for each token."""
 
-FILE_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "winogrande")
+FILE_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "piqa", "winogrande")
 """Tasks whose questions can be read from a local file."""
 
 
@@ -132,8 +132,8 @@ class EvaluationConfig(InferenceConfig):
     """Windows to evaluate at a time; 8 times as many sentences."""
     tasks: tuple[str, ...] = ()
     """Zero-shot tasks, by their names in lm-eval (the extra lowbit[tasks]), or with a local file of questions:
-    arc_easy=test.parquet. Files are supported for arc_challenge, arc_easy, boolq, hellaswag and winogrande, as JSON
-    lines or parquet, and do not need lm-eval."""
+    arc_easy=test.parquet. Files are supported for arc_challenge, arc_easy, boolq, hellaswag, piqa and winogrande, as
+    JSON lines or parquet, and do not need lm-eval."""
     task_folder: str = ""
     """Folder with more tasks, as YAML files that lm-eval reads."""
     limit: NonNegative = 0

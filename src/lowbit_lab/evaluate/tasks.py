@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LINES, _PARQUET = (".jsonl", ".json"), ".parquet"
 _FIELDS = {
     *("question", "choices", "answerKey", "activity_label", "ctx_a", "ctx_b", "endings", "label"),
-    *("sentence", "option1", "option2", "answer", "passage"),
+    *("sentence", "option1", "option2", "answer", "passage", "goal", "sol1", "sol2"),
 }
 _MOST_BYTES = 256 << 20
 """Largest size of a file's questions, as read. A small parquet file can hold any number of equal texts."""
@@ -62,7 +62,7 @@ def read_questions(name: str, file: str, limit: int = 0) -> list[Question]:
 
     arc_easy, arc_challenge: question (text, or an object with stem and choices), choices, answerKey. hellaswag:
     activity_label, ctx_a, ctx_b, endings, label. winogrande: sentence, option1, option2, answer. boolq: passage,
-    question, and label or answer. Other fields are not read.
+    question, and label or answer. piqa: goal, sol1, sol2, label. Other fields are not read.
 
     Args:
         name: one of `FILE_TASKS`. file: JSON lines (.jsonl, .json) or parquet.
@@ -90,12 +90,15 @@ def read_questions(name: str, file: str, limit: int = 0) -> list[Question]:
 
 
 def _lines(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    nbytes = 0
     with path.open("rb") as file:
         for number, line in enumerate(iter(partial(file.readline, _LINE_BYTES + 1), b""), 1):
+            nbytes += len(line)
             if line.strip():
                 where = f"{task} line {number}"
                 if len(line) > _LINE_BYTES:
                     raise ConfigError(f"{where} has more than {_LINE_BYTES} bytes; allowed: a question on each line")
+                _check_bytes(task, nbytes)
                 fields = read_record(line, where, "an object on each line")
                 for key, value in fields.items() if isinstance(fields, dict) else ():
                     check_characters(value, f"{where}: {key}")
@@ -129,11 +132,13 @@ def _batches(task: str, path: Path) -> Iterator[list[dict[str, Any]]]:
         nbytes = 0
         for batch in file.iter_batches(batch_size=_BATCH, columns=names, use_threads=False):
             nbytes += batch.nbytes
-            if nbytes > _MOST_BYTES:
-                raise ConfigError(
-                    f"{task} has more than {_MOST_BYTES} bytes of questions; allowed: up to that, or a limit"
-                )
+            _check_bytes(task, nbytes)
             yield batch.to_pylist()
+
+
+def _check_bytes(task: str, nbytes: int) -> None:
+    if nbytes > _MOST_BYTES:
+        raise ConfigError(f"{task} has more than {_MOST_BYTES} bytes of questions; allowed: up to that, or a limit")
 
 
 def _texts(values: Any, least: int, most: int) -> list[str]:
@@ -190,17 +195,23 @@ def _boolq(fields: Mapping[str, Any]) -> Question:
     return Question.of(prompt, ["no", "yes"], answer)
 
 
+def _piqa(fields: Mapping[str, Any]) -> Question:
+    solutions = [_text(fields, key) for key in ("sol1", "sol2")]
+    return Question.of(f"Question: {_text(fields, 'goal')}\nAnswer:", solutions, [0, 1].index(fields["label"]))
+
+
 _READERS: dict[str, Callable[[Mapping[str, Any]], Question]] = {
     "arc_challenge": _arc,
     "arc_easy": _arc,
     "boolq": _boolq,
     "hellaswag": _hellaswag,
+    "piqa": _piqa,
     "winogrande": _winogrande,
 }
 assert set(_READERS) == set(FILE_TASKS)
 
 
-NORMALIZED = ("arc_challenge", "arc_easy", "hellaswag")
+NORMALIZED = ("arc_challenge", "arc_easy", "hellaswag", "piqa")
 """Tasks that lm-eval also scores by acc_norm: log-likelihoods over the number of characters of the choice."""
 
 

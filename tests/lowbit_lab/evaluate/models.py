@@ -87,6 +87,10 @@ BOOLQ: Records = [
     {"question": "is ice made of water", "passage": _ICE, "idx": 0, "label": 1},
     {"question": "do cats lay eggs", "passage": _CAT, "idx": 1, "label": 0},
 ]
+PIQA: Records = [
+    {"goal": "How do I dry a cup?", "sol1": "Use a towel.", "sol2": "Fill it with water. ", "label": 0},
+    {"goal": "Open a tin", "sol1": "Sing to it.", "sol2": "Turn the key.", "label": 1},
+]
 
 
 def _published(record: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +109,8 @@ def _published(record: dict[str, Any]) -> dict[str, Any]:
 RECORDS: dict[str, list[Records]] = {
     name: [records, list(map(_published, records))]
     for name, records in {
-        "arc_easy": ARC, "arc_challenge": ARC[:2], "boolq": BOOLQ, "hellaswag": HELLASWAG, "winogrande": WINOGRANDE,
+        "arc_easy": ARC, "arc_challenge": ARC[:2], "boolq": BOOLQ, "hellaswag": HELLASWAG, "piqa": PIQA,
+        "winogrande": WINOGRANDE,
     }.items()
 }  # fmt: skip
 """By task: the records of the hub, and those of the publisher, of the same questions."""

@@ -20,7 +20,7 @@ from lowbit_run.config import ConfigError
 from lowbit_run.report import run
 from lowbit_run.train.pretrained import ByteTokenizer
 from tests.command_line import invoke
-from tests.lowbit_lab.evaluate.models import ARC, BOOLQ, HELLASWAG, RECORDS, WINOGRANDE, Records
+from tests.lowbit_lab.evaluate.models import ARC, BOOLQ, HELLASWAG, PIQA, RECORDS, WINOGRANDE, Records
 from tests.lowbit_lab.evaluate.test_run import evaluation_config
 
 
@@ -56,6 +56,8 @@ def test_prompts_are_those_of_lm_eval_word_for_word(tmp_path: Path):
     assert (first["boolq"].endings, first["boolq"].answer) == ((" no", " yes"), 1)
     assert first["hellaswag"].contexts[0] == "Feeding a dog: A man opens a tin. The dog"
     assert first["hellaswag"].endings[2:] == ("  reads the tin.", "  is a tin.")
+    assert first["piqa"].contexts[0] == "Question: How do I dry a cup?\nAnswer:"
+    assert (first["piqa"].endings, first["piqa"].answer) == ((" Use a towel.", " Fill it with water. "), 0)
     assert first["winogrande"].contexts[1] == "The cup did not fit into the box because the box"
     assert first["winogrande"].endings == (" was too small.",) * 2
     washing = read_questions("hellaswag", str(tmp_path / "hellaswag.jsonl"))[1]
@@ -98,6 +100,8 @@ def test_scores_by_hand(tmp_path: Path):
         "boolq acc": (0, 1),  # no
         "hellaswag acc": (0, 0),  # is a tin; Sing
         "hellaswag acc_norm": (1, 1),  # eats what; Take, as long as Leave in characters, but not in bytes
+        "piqa acc": (1, 0),  # the shortest
+        "piqa acc_norm": (0, 1),  # the longest
         "winogrande acc": (0, 0),  # the first of two alike
     }
     assert scores["arc_easy acc"].value == pytest.approx(2 / 3)
@@ -160,7 +164,7 @@ def test_the_command_scores_files_with_and_without_low_bit_sums(folder: Path, tm
     assert (tmp_path / "rows.png").stat().st_size > 5000
     exact, int8 = json.loads(output.read_text())["rows"]
     assert {name.partition(" ")[0] for name in exact["scores"]} == set(FILE_TASKS)
-    assert len(exact["scores"]) == 8
+    assert len(exact["scores"]) == 10
     assert exact["scores_kept"] == 1
     assert exact["scores_kept_error"] == 0
     for name, value in int8["scores"].items():
@@ -198,6 +202,8 @@ WRONG: list[tuple[str, Records, str]] = [
     ("winogrande", changed(WINOGRANDE[0], sentence="No gap."), "the sentence has no _"),
     ("winogrande", changed(WINOGRANDE[0], answer=2), "(2 is not in list)"),
     ("winogrande", changed(WINOGRANDE[0], option2=" "), "(' ' instead of a text that is not empty)"),
+    ("piqa", changed(PIQA[0], label=-1), "(-1 is not in list); allowed: the form of its publisher or the"),
+    ("piqa", WINOGRANDE, "line 1 is not a valid question of piqa (no 'sol1')"),
     ("boolq", changed(BOOLQ[0], label=-1), "(-1 is not in list)"),
     ("boolq", [{**BOOLQ[0], "passage": None}], "(None instead of a text that is not empty)"),
     (
@@ -252,6 +258,10 @@ def test_a_small_file_that_expands_is_read_no_further_than_asked(tmp_path: Path,
     monkeypatch.setattr(tasks, "_MOST_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"has \d+ bytes in a group of rows; allowed: at most 1000"):
         read_questions("boolq", path, 3)
+    (tmp_path / "boolq.jsonl").write_text("\n".join(map(json.dumps, BOOLQ * 4)))
+    assert len(read_questions("boolq", str(tmp_path / "boolq.jsonl"), 2)) == 2
+    with pytest.raises(ConfigError, match=r"boolq.jsonl has more than 1000 bytes of questions; allowed: up to that, o"):
+        read_questions("boolq", str(tmp_path / "boolq.jsonl"))
     (tmp_path / "boolq.jsonl").write_bytes(json.dumps(BOOLQ[0]).encode() + b" " * (1 << 20))
     with pytest.raises(ConfigError, match="line 1 has more than 1048576 bytes; allowed: a question on each line"):
         read_questions("boolq", str(tmp_path / "boolq.jsonl"), 1)
@@ -276,6 +286,7 @@ YAML = {
     "arc_challenge": "arc/arc_challenge.yaml",
     "boolq": "super_glue/boolq/default.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
+    "piqa": "piqa/piqa.yaml",
     "winogrande": "winogrande/default.yaml",
 }
 
