@@ -24,7 +24,11 @@ TASKS = {
     "boolq": ("boolq/none", 3270, "f858020576452e706b602bf9ad28e09d509e6dab4c97cb01a2202a2472c9afc9"),
     "hellaswag": ("hellaswag/none", 10042, "5d21a8cf3f95280f2916128ed480c6b518a11aacb18b1ea200eefd8c0b92c16b"),
     "piqa": ("piqa/plain_text", 1838, "6e14731c78016adc6a5738d661111f5cb4c6bce461c454561eb66be4abc39222"),
-    "winogrande": ("winogrande/winogrande_xl", 1267, "992af8404b202ada4356228ed2ebb27f10495126efdf78678ced33e94e82b830"),
+    "winogrande": (
+        "winogrande/winogrande_xl",
+        1267,
+        "992af8404b202ada4356228ed2ebb27f10495126efdf78678ced33e94e82b830",
+    ),
 }
 """By task: the folder in the package, the number of questions, and the SHA-256 of the Arrow file."""
 

@@ -171,11 +171,22 @@ def _by_score(rows: Sequence[Row]) -> Sequence[Row]:
             listed.append({
                 **row, "task": task, "metric": metric, "score": score, "score_error": row["scores_error"][name],
                 "kept": row["score_kept"].get(name), "kept_error": row["score_kept_error"].get(name),
+                "chance": row["chance"].get(task),
             })  # fmt: skip
         if len(scores) > 1:
             means = {"kept": row["scores_kept"], "kept_error": row["scores_kept_error"]}
-            listed.append({**row, "task": "mean", "metric": "", **means})
+            listed.append({**row, "task": "mean", "metric": "", "chance": None, **means})
     return listed
+
+
+def _by_task(rows: Sequence[Row]) -> Sequence[Row]:
+    """Make a row for each task whose choices were compared with those of bf16."""
+    fields = [name + error for name in ("same_answers", "divergence", "change") for error in ("", "_error")]
+    return [
+        {**row, "task": task, **{name: row[name][task] for name in fields}}
+        for row in rows if row["format"] != BASELINE
+        for task in row.get("same_answers") or ()
+    ]  # fmt: skip
 
 
 _CASE = (Column("format", "format"), Column("tp", "tp"))
@@ -244,10 +255,25 @@ EVALUATE = Command(
                 *_CASE,
                 Column("task", "task"),
                 Column("metric", "metric"),
+                Column("chance", "chance", "{:.4f}"),
                 Column("score", "score", "{:.4f}"),
                 Column("±", "score_error", "{:.4f}"),
                 Column("kept", "kept", "{:.2%}"),
                 Column("± of\nkept", "kept_error", "{:.2%}"),
+            ),
+        ),
+        Table(
+            title="Choices compared with those of bf16 on as many ranks, ± standard errors",
+            rows=_by_task,
+            columns=(
+                *_CASE,
+                Column("task", "task"),
+                Column("same\nanswers", "same_answers", "{:.1%}"),
+                Column("±", "same_answers_error", "{:.1%}"),
+                Column("divergence\nin nats", "divergence", "{:.4f}"),
+                Column("±", "divergence_error", "{:.4f}"),
+                Column("log-likelihood\nchanged by, nats", "change", "{:.3f}"),
+                Column("±", "change_error", "{:.3f}"),
             ),
         ),
     ),

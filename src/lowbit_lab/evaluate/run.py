@@ -42,7 +42,7 @@ from lowbit_lab.evaluate.settings import (
     EvaluationConfig,
     default_calibration,
 )
-from lowbit_lab.evaluate.tasks import Metric, Tasks
+from lowbit_lab.evaluate.tasks import Scored, Tasks
 from lowbit_run.config import ConfigError
 from lowbit_run.job.process_group import world
 
@@ -111,7 +111,11 @@ class Evaluation:
             `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared with the first row
             (`score.same_tokens`). Tasks add `scores` (by task and metric), `scores_error` (their standard errors),
             `score` (their mean) and, unless nothing was coded, `score_kept` (each over bf16's on the same number of
-            ranks), `score_kept_error` and `scores_kept_error` (standard errors). The command adds `kept` (bf16's
+            ranks), `score_kept_error` and `scores_kept_error` (standard errors). Tasks from files add, by task,
+            `chance` (accuracy of random answers), `cut` (questions that lost the beginning of their text),
+            `same_answers`, `divergence` and `change` (`tasks.differences` from bf16 on the same number of ranks) with
+            `_error` for their standard errors, and `questions` (a list: `answer`, the index of the right choice,
+            `log_likelihoods` in nats, and these differences). The command adds `kept` (bf16's
             perplexity over this one) and `scores_kept` (`score` over bf16's), unless nothing was coded.
         """
         if self.rank == 0 and not self.encoder:
@@ -123,6 +127,7 @@ class Evaluation:
             calibrations = loading.load_calibrations(self.settings.calibrations)
             self._check_calibrations(calibrations)
             model = loading.load_model(self.settings.model, self.settings.dtype, self.device)
+            self.tasks.prepare(model, self.device)
             for case in self._cases(model, calibrations):
                 rows = [*rows, self._measure(model, case)]
                 yield rows
@@ -217,7 +222,7 @@ class Evaluation:
 
     def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         settings, errors = self.settings, SumErrors()
-        scored: dict[str, Metric] = {}
+        scored: Scored | None = None
         if case.low_bit is None:
             installed = Installed()  # one rank: nothing to change
         elif self.ranks > 1:
@@ -236,7 +241,7 @@ class Evaluation:
         if traffic is not None and not traffic.coded and case.format != BASELINE and self.rank == 0:
             small = self.sums.small
             log.warning("%s: nothing was coded: every sum has fewer than %d elements (small)", case, small)
-        if scored:
+        if scored is not None:
             coded = traffic is None or bool(traffic.coded)
             measured |= self.tasks.row(scored, case.tp, baseline=case.format == BASELINE, coded=coded)
         return {

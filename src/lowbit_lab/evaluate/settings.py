@@ -129,7 +129,7 @@ class EvaluationConfig(InferenceConfig):
     generate: NonNegative = 0
     """Tokens that are generated greedily after 16 windows and compared; causal language models only."""
     batch: Positive = 4
-    """Windows to evaluate at a time; 8 times as many sentences."""
+    """Windows to evaluate at a time; 8 times as many sentences; as many tokens of questions as these windows have."""
     tasks: tuple[str, ...] = ()
     """Zero-shot tasks, by their names in lm-eval (the extra lowbit[tasks]), or with a local file of questions:
     arc_easy=test.parquet. Files are supported for arc_challenge, arc_easy, boolq, hellaswag, piqa and winogrande, as

@@ -2,6 +2,7 @@
 
 import codecs
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -15,7 +16,16 @@ import torch.nn.functional as F
 from lowbit_lab.evaluate import EvaluationConfig, tasks
 from lowbit_lab.evaluate.commands import EVALUATE
 from lowbit_lab.evaluate.settings import FILE_TASKS
-from lowbit_lab.evaluate.tasks import LocalTask, Metric, count_inputs, kept, read_questions, score
+from lowbit_lab.evaluate.tasks import (
+    Choice,
+    LocalTask,
+    Metric,
+    differences,
+    kept,
+    log_likelihoods,
+    read_questions,
+    shares_contexts,
+)
 from lowbit_run.config import ConfigError
 from lowbit_run.report import run
 from lowbit_run.train.pretrained import ByteTokenizer
@@ -73,15 +83,21 @@ class Uniform:
     def __init__(self) -> None:
         self.read: list[torch.Tensor] = []
 
-    def __call__(self, tokens: torch.Tensor, use_cache: bool) -> Any:
+    def forward(self, tokens: torch.Tensor, use_cache: bool) -> Any:
         self.read.append(tokens)
         return SimpleNamespace(logits=torch.zeros(*tokens.shape, 256))
+
+    __call__ = forward
 
 
 def local_tasks(folder: Path, length: int = 512) -> list[LocalTask]:
     questions = {name: read_questions(name, str(write(folder, name, RECORDS[name][0]))) for name in FILE_TASKS}
     tokenizer = ByteTokenizer().hugging_face()
     return [LocalTask.encode(name, listed, tokenizer, length) for name, listed in questions.items()]
+
+
+def questions_of(tasks: list[LocalTask]) -> list[Any]:
+    return [choices for task in tasks for choices in task.choices]
 
 
 def test_scores_by_hand(tmp_path: Path):
@@ -91,7 +107,8 @@ def test_scores_by_hand(tmp_path: Path):
     """
     model, tasks = Uniform(), local_tasks(tmp_path)
     done: list[int] = []
-    scores = score(model, tasks, batch=4, progress=done.append)
+    found = log_likelihoods(model, questions_of(tasks), tokens=512, share=False, progress=done.append)
+    scores = {name: metric for task in tasks for name, metric in task.metrics(task.values(found)).items()}
     assert {name: metric.items for name, metric in scores.items()} == {
         "arc_challenge acc": (1, 0),  # a cup; sand
         "arc_challenge acc_norm": (0, 0),  # a shadow; music, the first of four
@@ -106,37 +123,97 @@ def test_scores_by_hand(tmp_path: Path):
     }
     assert scores["arc_easy acc"].value == pytest.approx(2 / 3)
     assert scores["arc_easy acc"].error == pytest.approx(1 / 3)  # deviations 1/3, 1/3, -2/3, over n - 1, over n
-    inputs = [tuple(row.tolist()) for rows in model.read for row in rows]
-    assert done[-1] == len(inputs) == count_inputs(tasks)
-    assert len(inputs) < sum(len(each) for task in tasks for each in task.choices), "equal inputs are read once"
+    assert [task.chance for task in tasks[:3]] == pytest.approx([4 / 15, 47 / 180, 1 / 2])  # 3, 5, 4; 3, 5; 2 choices
+    choices = sum(map(len, questions_of(tasks)))
+    assert done[-1] == choices
+    assert sum(map(len, model.read)) == choices
+    assert all(batch.numel() <= 512 for batch in model.read)
+    assert len(model.read) < choices
+    model.read.clear()
+    one_token = [Choice(inputs=(1, 2, 3), targets=(token,)) for token in (4, 5)]
+    log_likelihoods(model, [one_token], tokens=512, share=False)
+    assert [batch.tolist() for batch in model.read] == [[[1, 2, 3]]], "endings of one token: the context is read once"
 
 
-def test_log_likelihoods_do_not_depend_on_the_batch(folder: Path, tmp_path: Path):
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("length", [40, 512])
+def test_log_likelihoods_do_not_depend_on_how_choices_are_read(
+    folder: Path, tmp_path: Path, share: bool, length: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As each choice by itself, whatever shares a batch or a context, also if texts lose their beginning."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tasks = local_tasks(tmp_path, length=40)
-    found: dict[Any, float] = {}
+    tasks = local_tasks(tmp_path, length)
+    expected: dict[Any, float] = {}
     for task in tasks:
         for question, encoded in zip(task.questions, task.choices, strict=True):
             for context, ending, choice in zip(question.contexts, question.endings, encoded, strict=True):
-                tokens = torch.tensor(list((context + ending).encode()))[-41:]
+                whole = list((context + ending).encode())
+                tokens = torch.tensor(whole)[-length - 1 :]
+                assert choice.cut == (len(whole) > length + 1)
                 size = len((context.rstrip() + "|" + ending).encode()) - len((context.rstrip() + "|").encode())
                 size += len(context) - len(context.rstrip())
                 with torch.no_grad():
                     logits = model(tokens[None, :-1]).logits[0, -size:]
-                found[choice] = -float(F.cross_entropy(logits, tokens[-size:], reduction="sum"))
-    seen: dict[Any, float] = {}
+                expected[choice] = -float(F.cross_entropy(logits, tokens[-size:], reduction="sum"))
+    assert [task.cut for task in tasks] == [
+        sum(any(choice.cut for choice in choices) for choices in task.choices) for task in tasks
+    ]
+    assert any(task.cut for task in tasks) == (length == 40)
+    seen: list[Any] = []
+    forward = model.forward
 
-    class Watched(LocalTask):
-        def metrics(self, log_likelihoods: Any) -> dict[str, Metric]:
-            seen.update(log_likelihoods)
-            return {}
+    @functools.wraps(forward)
+    def watched(tokens: torch.Tensor, **options: Any) -> Any:
+        seen.append((tokens.shape, options["logits_to_keep"]))
+        return forward(tokens, **options)
 
-    watched = [Watched(name=task.name, questions=task.questions, choices=task.choices) for task in tasks]
-    score(model, watched, batch=3)
-    assert seen.keys() == found.keys()
-    assert all(seen[choice] == pytest.approx(found[choice], rel=1e-5) for choice in found)
+    monkeypatch.setattr(model, "forward", watched)
+    found = log_likelihoods(model, questions_of(tasks), tokens=600, share=share)
+    assert found.keys() == expected.keys()
+    assert all(found[choice] == pytest.approx(expected[choice], rel=1e-5) for choice in found)
+    assert sum(shape.numel() for shape, _ in seen) <= (1.15 if share else 1.25) * sum(
+        sum(len(inputs) for inputs in {choice.inputs for choice in choices}) for choices in questions_of(tasks)
+    )
+    if share and length == 512:
+        assert sum(shape.numel() for shape, _ in seen) < 0.75 * sum(len(choice.inputs) for choice in expected)
+        assert sum(len(kept) * shape[0] for shape, kept in seen) < 0.7 * sum(shape.numel() for shape, _ in seen)
+
+
+def test_contexts_are_shared_only_by_models_that_compute_the_same(folder: Path):
+    from transformers import (
+        AutoModelForCausalLM,
+        BloomConfig,
+        BloomForCausalLM,
+        FalconConfig,
+        FalconForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+    )
+
+    assert shares_contexts(AutoModelForCausalLM.from_pretrained(folder).eval(), 512)
+    sizes: dict[str, Any] = {
+        "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }  # fmt: skip
+    windowed = MistralForCausalLM(MistralConfig(**sizes, sliding_window=64)).eval()
+    assert [shares_contexts(windowed, length) for length in (64, 65)] == [True, False]
+    assert not shares_contexts(BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=32, n_layer=1, n_head=4)), 64)
+    falcon = FalconConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+    assert not shares_contexts(FalconForCausalLM(falcon).eval(), 64)
+
+
+def test_differences_by_hand():
+    exact, other = [[math.log(3), 0.0], [0.0, 1.0]], [[0.0, math.log(3)], [0.5, 1.5]]
+    found = differences(exact, other)
+    assert found["same_answers"] == Metric.mean([0.0, 1.0])
+    # softmax 3/4, 1/4 against 1/4, 3/4: (3/4 - 1/4) log 3; the same for both sums moved by a half
+    assert found["divergence"].items == pytest.approx((math.log(3) / 2, 0), abs=1e-15)
+    assert found["change"].items == pytest.approx((math.log(3), 0.5))
+    assert found["change"].error == pytest.approx((math.log(3) - 0.5) / 2)
+    broken = differences(exact, [[math.nan, math.nan], [0.0, 1.0]])
+    assert math.isnan(broken["divergence"].value)
 
 
 def test_shares_kept_have_errors_of_pairs():
@@ -154,7 +231,9 @@ def test_shares_kept_have_errors_of_pairs():
     assert Metric.mean([1.0]) == Metric(value=1.0, error=None, items=(1.0,))
 
 
-def test_the_command_scores_files_with_and_without_low_bit_sums(folder: Path, tmp_path: Path):
+def test_the_command_scores_files_with_and_without_low_bit_sums(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     tasks = [f"{name}={write(tmp_path, name, RECORDS[name][0])}" for name in FILE_TASKS]
     common = f"--text {folder / 'text.txt'} --length 32 --sequences 2 --tp 2 --format int8 --limit 2 --small 0"
     output = tmp_path / "rows.json"
@@ -174,6 +253,25 @@ def test_the_command_scores_files_with_and_without_low_bit_sums(folder: Path, tm
             assert int8["score_kept"][name] == value / exact["scores"][name]
         else:
             assert name not in int8["score_kept"]
+        task = name.partition(" ")[0]
+        differences = {key: int8[key][task] for key in ("same_answers", "divergence", "change")}
+        for i, (one, two) in enumerate(zip(exact["questions"][task], int8["questions"][task], strict=True)):
+            assert (one["same_answers"], one["divergence"], one["change"]) == (1, 0, 0)
+            assert one["answer"] == two["answer"] < len(two["log_likelihoods"])
+            pairs = zip(one["log_likelihoods"], two["log_likelihoods"], strict=True)
+            assert two["change"] == pytest.approx(sum(abs(a - b) for a, b in pairs) / len(two["log_likelihoods"]))
+            assert two["change"] > 0, i
+        asked = int8["questions"][task]
+        for key, value in differences.items():
+            assert value == pytest.approx(sum(each[key] for each in asked) / len(asked))
+            assert int8[f"{key}_error"][task] >= 0
+        assert 0 <= differences["divergence"] < 0.1
+    assert int8["chance"]["hellaswag"] == 0.25
+    assert int8["cut"] == dict.fromkeys(FILE_TASKS, 2)
+    line = "task boolq: 2 of 2 questions have more than 32 tokens (length): the beginning of their text is not read"
+    assert line in caplog.messages
+    assert "Choices compared with those of bf16" in done.stdout
+    assert "chance" in done.stdout
     assert "Zero-shot scores, ± standard errors" in done.stdout
     assert "arc_challenge" in done.stdout
     assert "mean" in done.stdout
