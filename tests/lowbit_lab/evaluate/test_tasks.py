@@ -188,6 +188,8 @@ def test_contexts_are_shared_only_by_models_that_compute_the_same(folder: Path):
         BloomForCausalLM,
         FalconConfig,
         FalconForCausalLM,
+        Lfm2Config,
+        Lfm2ForCausalLM,
         MistralConfig,
         MistralForCausalLM,
     )
@@ -200,6 +202,8 @@ def test_contexts_are_shared_only_by_models_that_compute_the_same(folder: Path):
     windowed = MistralForCausalLM(MistralConfig(**sizes, sliding_window=64)).eval()
     assert [shares_contexts(windowed, length) for length in (64, 65)] == [True, False]
     assert not shares_contexts(BloomForCausalLM(BloomConfig(vocab_size=256, hidden_size=32, n_layer=1, n_head=4)), 64)
+    hybrid = Lfm2Config(**sizes, layer_types=["conv", "full_attention"])
+    assert not shares_contexts(Lfm2ForCausalLM(hybrid).eval(), 64)
     falcon = FalconConfig(vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
     assert not shares_contexts(FalconForCausalLM(falcon).eval(), 64)
 
@@ -359,6 +363,9 @@ def test_a_small_file_that_expands_is_read_no_further_than_asked(tmp_path: Path,
     (tmp_path / "boolq.jsonl").write_text("\n".join(map(json.dumps, BOOLQ * 4)))
     assert len(read_questions("boolq", str(tmp_path / "boolq.jsonl"), 2)) == 2
     with pytest.raises(ConfigError, match=r"boolq.jsonl has more than 1000 bytes of questions; allowed: up to that, o"):
+        read_questions("boolq", str(tmp_path / "boolq.jsonl"))
+    (tmp_path / "boolq.jsonl").write_text(json.dumps(BOOLQ[0]) + '\n{"passage": ')
+    with pytest.raises(ConfigError, match=r"boolq.jsonl line 2 is not JSON \(.*\); allowed: an object on each line"):
         read_questions("boolq", str(tmp_path / "boolq.jsonl"))
     (tmp_path / "boolq.jsonl").write_bytes(json.dumps(BOOLQ[0]).encode() + b" " * (1 << 20))
     with pytest.raises(ConfigError, match="line 1 has more than 1048576 bytes; allowed: a question on each line"):
