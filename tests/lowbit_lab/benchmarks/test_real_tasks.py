@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lowbit_lab.evaluate.questions import read_questions
 from lowbit_lab.evaluate.settings import FILE_TASKS
-from lowbit_lab.evaluate.tasks import read_questions
 from tests.lowbit_lab.evaluate.models import RECORDS
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: the extra lowbit[datasets]")

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowbit_lab.evaluate import EvaluationConfig, tasks
+from lowbit_lab.evaluate import EvaluationConfig, questions
 from lowbit_lab.evaluate.commands import EVALUATE
+from lowbit_lab.evaluate.questions import read_questions
 from lowbit_lab.evaluate.settings import FILE_TASKS
 from lowbit_lab.evaluate.tasks import (
     Choice,
@@ -23,7 +24,6 @@ from lowbit_lab.evaluate.tasks import (
     differences,
     kept,
     log_likelihoods,
-    read_questions,
     shares_contexts,
 )
 from lowbit_run.config import ConfigError
@@ -354,10 +354,10 @@ def test_a_small_file_that_expands_is_read_no_further_than_asked(tmp_path: Path,
     before = pool.max_memory()
     assert len(read_questions("boolq", path, 3)) == 3
     assert pool.max_memory() < before + (32 << 20), "500 MB would be all texts"
-    monkeypatch.setattr(tasks, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(questions, "_MOST_BYTES", 1 << 20)
     with pytest.raises(ConfigError, match="boolq.parquet has more than 1048576 bytes of questions; allowed"):
         read_questions("boolq", path)
-    monkeypatch.setattr(tasks, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(questions, "_MOST_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"has \d+ bytes in a group of rows; allowed: at most 1000"):
         read_questions("boolq", path, 3)
     (tmp_path / "boolq.jsonl").write_text("\n".join(map(json.dumps, BOOLQ * 4)))
