@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,11 @@ def measure(settings: SavedBenchmark, earlier: Sequence[Row]) -> Iterator[list[R
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local).train()
         exact = [_gradients(model, window) for window in windows]
         for method in settings.methods:
+            model.zero_grad()
             coded = copy.deepcopy(model)
             compress_saved_(coded, POLICIES[method])
-            about = {"model": Path(folder).name, "method": method}
-            rows.append({**about, **_compared(exact, [_gradients(coded, window) for window in windows])})
+            steps = (_gradients(coded, window) for window in windows)  # one at a time: they are as large as the model
+            rows.append({"model": Path(folder).name, "method": method, **_compared(exact, steps)})
             yield list(rows)
 
 
@@ -87,12 +88,15 @@ def _gradients(model: Any, window: Window) -> Step:
     return kept, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _compared(exact: Sequence[Step], coded: Sequence[Step]) -> Row:
-    errors = [_errors(a, b) for (_, a), (_, b) in zip(exact, coded, strict=True)]
+def _compared(exact: Sequence[Step], coded: Iterable[Step]) -> Row:
+    errors, kept = list[dict[str, float]](), list[int]()
+    for (_, a), (nbytes, b) in zip(exact, coded, strict=True):
+        errors.append(_errors(a, b))
+        kept.append(nbytes)
     norms = {name: statistics.fmean(each[name] for each in errors) for name in errors[0] if "norm" in name}
     alls, worst = [each[""] for each in errors], max(norms, key=lambda name: norms[name])
     return {
-        "saved_bytes": coded[-1][0], "saved": coded[-1][0] / exact[-1][0],
+        "saved_bytes": kept[-1], "saved": kept[-1] / exact[-1][0],
         "error": statistics.fmean(alls), "error_error": statistics.stdev(alls) / len(alls) ** 0.5 if alls[1:] else 0.0,
         "norm": norms[worst], "name": worst.removesuffix(".weight"),
     }  # fmt: skip

@@ -47,7 +47,7 @@ def reduced(ranks: int, link: str, name: str = "fp8", against: str = "fp32") -> 
 
 
 SPEED = [recorded("pipeline", f"speedup_{f}", boundary="transform", link="25mbit") for f in ("fp32", "stock_fp32")]
-MINUTES = [recorded("race", "seconds", boundary=name) / 60 for name in ("transform", "bf16", "fp32")]
+MINUTES = [recorded("race", "seconds_to_loss", boundary=name) / 60 for name in ("transform", "bf16", "fp32")]
 SOONER = recorded("race", "speedup_fp32", boundary="transform")
 SOONER_BF16 = SOONER / recorded("race", "speedup_fp32", boundary="bf16")
 LEAST = min(reduced(ranks, "100mbit", name) for ranks in (2, 4) for name in ("fp8", "int8"))
@@ -68,7 +68,7 @@ QUOTED: list[tuple[str, str, list[float]]] = [
     (INDEX, "{:.1f}x as fast as FP32 through the same stage, {:.1f}x as fast as FP32 through PyTorch's", SPEED),
     (README, "held-out loss {:.1f} times faster than FP32, and {:.1f} times faster than BF16", [SOONER, SOONER_BF16]),
     (INDEX, "the same held-out loss {:.1f}x faster", [SOONER]),
-    (README, "after {:.1f} minutes, BF16 at 2.07 after {:.1f}, FP32 at 2.07 after {:.1f}", MINUTES),
+    (README, "after {:.1f} minutes, BF16 after {:.1f}, FP32 after {:.1f}", MINUTES),
     (INDEX, "FP8: {:.1f}x as fast as PyTorch's FP32 at 100 Mbit/s, 2 and 4 ranks", [LEAST]),
     (PAPERS, "{:.1f}x at 100 Mbit/s, 2 and 4 ranks", [LEAST]),
     (COMPARISON, "FP8 of lowbit {:.2f}x, PowerSGD (rank 4) {:.1f}x",

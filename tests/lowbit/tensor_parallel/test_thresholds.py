@@ -48,7 +48,7 @@ def test_all_ranks_decide_by_the_slowest() -> None:
         installed = low_bit_(model, calibrated())
         coding, small = cast(Any, installed.thresholds), logits(model, ids())
         assert installed.traffic.share_coded == 0
-    with slow_on_rank_1(pytorch, "total"):
+    with slow_on_rank_1(pytorch, "all_reduce_sum"):
         installed.remove()
         installed = low_bit_(model, calibrated())
         known, engine = cast(Any, (installed.thresholds, installed.measure()))

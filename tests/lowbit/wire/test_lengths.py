@@ -100,7 +100,7 @@ def test_of_an_activation(more: int) -> None:
 def test_without_checksums_nothing_longer_fits(checksums: bool, room: int):
     """It would be taken cut off: Gloo has to notice."""
     group: Any = mock.Mock()
-    board: Any = SimpleNamespace(letters={})
+    board: Any = SimpleNamespace(in_flight={})
     expected = Mailbox(group, Checksums("test", enabled=checksums), board).expect(Route(1, 0), 100)
     assert expected.memory.numel() == room
 
