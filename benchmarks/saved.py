@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -72,6 +73,8 @@ def measure(settings: SavedBenchmark, earlier: Sequence[Row]) -> Iterator[list[R
             compress_saved_(coded, POLICIES[method])
             steps = (_gradients(coded, window) for window in windows)  # one at a time: they are as large as the model
             rows.append({"model": Path(folder).name, "method": method, **_compared(exact, steps)})
+            del coded, steps
+            gc.collect()  # a compressed model has cycles
             yield list(rows)
 
 
@@ -104,10 +107,14 @@ def _compared(exact: Sequence[Step], coded: Iterable[Step]) -> Row:
 
 def _errors(exact: Mapping[str, Tensor], coded: Mapping[str, Tensor]) -> dict[str, float]:
     """Relative error of each weight's gradient; "": of all together."""
-    apart = {name: float((coded[name] - grad).double().square().sum()) for name, grad in exact.items()}
-    sizes = {name: float(grad.double().square().sum()) for name, grad in exact.items()}
+    apart = {name: _square(coded[name] - grad) for name, grad in exact.items()}
+    sizes = {name: _square(grad) for name, grad in exact.items()}
     found = {name: (apart[name] / size) ** 0.5 for name, size in sizes.items() if size}
     return {**found, "": (sum(apart.values()) / sum(sizes.values())) ** 0.5}
+
+
+def _square(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.flatten(), dtype=torch.float64)) ** 2
 
 
 COMMAND = Command(
