@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -91,8 +92,14 @@ class Shared:
             chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x)
             if chosen != codec:
                 log.info("%s has outliers: its input is saved as %r", name, chosen)
-            if kind == "norm" and isinstance(chosen, GroupInt) and (error := error_of_groups(x, chosen)) > LOST:
-                self.lost[name] = error
+            values = not (x.is_meta or isinstance(x, FakeTensor))
+            if (
+                values
+                and kind == "norm"
+                and isinstance(chosen, GroupInt)
+                and (lost := error_of_groups(x, chosen)) > LOST
+            ):
+                self.lost[name] = lost
         return self._codecs[kind, name]
 
 
@@ -247,8 +254,8 @@ def _warn_of_lost(shared: Shared) -> None:
     """Say before the first step that a format spoils norms' inputs, from which most gradients follow."""
     worst = max(shared.lost, key=shared.lost.__getitem__)
     log.warning(
-        "saved inputs of %d norms lose %.0f %% and more of their channels' values (%s %.0f %%), next to channels that "
-        "are far larger: gradients of many weights will be wrong; allowed: norm=8, which examines outliers",
+        "saved inputs of norms (%d) lose %.0f %% and more of their channels' values (%s %.0f %%), next to channels "
+        "that are far larger: gradients of many weights will be wrong; allowed: norm=8, which examines outliers",
         len(shared.lost), 100 * LOST, worst, 100 * shared.lost[worst],
     )  # fmt: skip
     shared.lost.clear()

@@ -333,8 +333,10 @@ def error_of_groups(x: Tensor, codec: GroupInt) -> float:
     steps = (flat.amax(1) - flat.amin(1)) / (2**codec.bits - 1)
     squares = steps.square().div(12).repeat_interleave(codec.group)[: rows.numel()].view_as(rows).mean(0)
     sizes = rows.square().mean(0)
-    errors = (squares / sizes)[sizes > 0].clamp(max=1)  # NaN in `x` gives NaN, which compares as False
-    return float(errors.mean().sqrt()) if len(errors) else 0.0
+    errors = torch.where(
+        sizes > 0, (squares / sizes).clamp(max=1), 0.0
+    )  # NaN in `x` gives NaN, which compares as False
+    return float((errors.sum() / (sizes > 0).sum().clamp(min=1)).sqrt())
 
 
 def _at_least(bits: Format, least: int) -> Format:

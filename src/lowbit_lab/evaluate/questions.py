@@ -111,9 +111,7 @@ def _batches(task: str, path: Path) -> Iterator[list[dict[str, Any]]]:
     with path.open("rb") as opened:
         file = importlib.import_module("pyarrow.parquet").ParquetFile(opened)
         names = sorted(_FIELDS.intersection(file.schema_arrow.names))
-        for group in map(
-            file.metadata.row_group, range(file.metadata.num_row_groups)
-        ):  # their columns may abort pyarrow
+        for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):  # columns may abort pyarrow
             if group.total_byte_size > _MOST_BYTES:
                 raise ConfigError(
                     f"{task} has {group.total_byte_size} bytes in a group of rows; allowed: at most {_MOST_BYTES}"
@@ -186,7 +184,7 @@ def _boolq(fields: Mapping[str, Any]) -> Question:
 
 def _piqa(fields: Mapping[str, Any]) -> Question:
     solutions = [_text(fields, key) for key in ("sol1", "sol2")]
-    return Question.of(f"Question: {_text(fields, 'goal')}\nAnswer:", solutions, [0, 1].index(fields["label"]))
+    return Question.of(f"Question: {_text(fields, 'goal')}\nAnswer:", solutions, ["0", "1"].index(str(fields["label"])))
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Question]] = {

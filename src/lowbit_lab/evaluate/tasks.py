@@ -128,14 +128,15 @@ def differences(exact: Sequence[Sequence[float]], other: Sequence[Sequence[float
     """Compare the log-likelihoods of the choices of questions with exact ones.
 
     Returns:
-        `same_answers` (share of questions whose likeliest choice is the same), `divergence` (Kullback-Leibler
-        divergence from the exact softmax over a question's log-likelihoods, in nats) and `change` (mean over a
-        question's choices of the absolute difference, in nats).
+        `same_answers` (share of questions whose likeliest choice is the same, if all are finite), `divergence`
+        (Kullback-Leibler divergence from the exact softmax over a question's log-likelihoods, in nats) and `change`
+        (mean over a question's choices of the absolute difference, in nats).
     """
     items: dict[str, list[float]] = {"same_answers": [], "divergence": [], "change": []}
     for p, q in zip(exact, other, strict=True):
         log_p, log_q = (torch.tensor(values, dtype=torch.float64).log_softmax(0) for values in (p, q))
-        items["same_answers"].append(float(_chosen(p) == _chosen(q)))
+        answers = all(map(math.isfinite, (*p, *q)))  # broken logits answer nothing
+        items["same_answers"].append(float(answers and _chosen(p) == _chosen(q)))
         items["divergence"].append(float((log_p.exp() * (log_p - log_q)).sum()))
         items["change"].append(statistics.fmean(abs(a - b) for a, b in zip(p, q, strict=True)))
     return {name: Metric.mean(values) for name, values in items.items()}

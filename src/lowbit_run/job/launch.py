@@ -198,6 +198,8 @@ def _watch(processes: list[Process], grace: float, alarm: "Alarm | None" = None)
     if failed is None:
         return
     cause = None if failed.killed_or_stopped or alarm is None else alarm.read()[0]
+    if cause:  # a rank that ends because of another may be seen first
+        failed = next((p for p in processes if p.rank == cause.rank and p.code), failed)
     reason, code = cause.text if cause else failed.outcome(), failed.code or FAILED
     if cause and code == USAGE and not request.number:
         raise ConfigError(reason)

@@ -12,8 +12,9 @@ import glob
 import hashlib
 import os
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +38,7 @@ from lowbit_run.train.pretrained import ByteTokenizer, Tokenizer, definition, is
 log = escape.logger(__name__)
 
 _PIECE_BYTES = 16 << 20
+_TURN_SECONDS, _QUIET_SECONDS = 900.0, 10.0  # to wait for another process that encodes; before a line says so
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -240,11 +242,20 @@ def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes of this machine out of a folder, where its file system can."""
-    handle = os.open(folder, os.O_RDONLY)
+    """Keep other processes of this machine out of a folder, where its file system can; at most for `_TURN_SECONDS`."""
+    handle, begin, quiet = os.open(folder, os.O_RDONLY), time.monotonic(), True
     try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        while time.monotonic() < begin + _TURN_SECONDS:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if quiet and time.monotonic() > begin + _QUIET_SECONDS:
+                    log.warning("waiting for another process, which encodes a text into %s/cache", folder)
+                    quiet = False
+                time.sleep(0.1)
+            except OSError:  # such as a file system without locks
+                break
         yield
     finally:
         os.close(handle)

@@ -70,9 +70,8 @@ def _snapshot(name: str, **options: Any) -> str | None:
 
 
 def _has_all_weights(folder: Path) -> bool:
-    """Whether an index, if there is one, names files that are all there."""
-    indices = [*folder.glob("*.index.json")]
-    names = {name for index in indices for name in re.findall(r'"([\w.-]+\.(?:safetensors|bin))"', index.read_text())}
-    return all((folder / name).exists() for name in names) and any(
-        [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    )
+    """Whether the files are all there that an index names, if there is one, in the format that would be read."""
+    kind = "safetensors" if any(folder.glob("*.safetensors*")) else "bin"
+    texts = [index.read_text() for index in folder.glob(f"*.{kind}.index.json")]
+    names = {name for text in texts for name in re.findall(rf'"([\w.-]+\.{kind})"', text)}
+    return all((folder / name).exists() for name in names) and any(folder.glob(f"*.{kind}"))

@@ -63,7 +63,7 @@ class Change(NamedTuple):
         return f"{printable(self.key)} was {before} and is {after} now"
 
 
-def run_identity(config: TrainConfig, *, data: Data, vocab: int, stages: int = 1) -> dict[str, Any]:
+def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, Any]:
     """Return everything that losses depend on, except the layout of ranks, by configuration key, as JSON values.
 
     None means that the key has no effect in this run, such as `gradients.all_reduce` with a single pipeline. Ranks
@@ -107,10 +107,8 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int, stages: int = 1
     del identity["activations.plan"]  # the bits represent it
     del identity["activations.checkpoint"]  # gradients are the same
     identity["activations.layers"] = layers
-    if config.run.method == "agoq" and not config.activations.plan and stages > 1:
-        identity["activations.bits"] = identity["activations.norm"] = (
-            "by stage"  # as the layout has it, which may change
-        )
+    if config.run.method == "agoq" and not config.activations.plan:  # bits follow from the layout, which may change
+        identity["activations.bits"] = identity["activations.norm"] = "by stage"
     return json.loads(json.dumps(identity))
 
 

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -83,10 +83,10 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], bool | None] 
     share = threads_per_rank(ranks)
     torch.set_num_threads(run.threads or (share if ranks > 1 else min(share, torch.get_num_threads())))
     patience = run.rejoin_seconds if run.supervise else None
-    with (
-        joined(run.timeout_seconds, backend=prepared.backend, patience=patience),
-        stop_requests(run.grace_seconds, _note_stop, end_rank) as stop,  # before, a signal ends the process at once
-    ):
+    with ExitStack() as left, joined(run.timeout_seconds, backend=prepared.backend, patience=patience):
+        # Before, a signal ends the process at once: there is no step to wait for. After the last step it is only noted
+        # until the ranks have left each other.
+        stop = left.enter_context(stop_requests(run.grace_seconds, _note_stop, end_rank))
         check_torch()
         with phase("loading the model, on all ranks", rank, show=run.progress):
             trainer = Trainer(prepared, stop)
@@ -116,7 +116,7 @@ class Run:
         self.recorder: Recorder | None = None  # on rank 0 only
         self.progress: Progress | None = None  # on the first rank of each machine only
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
-        if trainer.rank == 0:  # not in `prepare`, which a launcher runs as well as its ranks
+        if trainer.rank == 0:  # not in `prepare`, which all ranks run
             for note in trainer.prepared.data.notes:
                 log.warning("%s", note)
             if self.config.activations.plan and trainer.prepared.autocast is None:

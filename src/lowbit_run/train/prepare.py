@@ -1,4 +1,4 @@
-"""Check a run as far as that needs no peers, before a process group or another process exists."""
+"""Check a run as far as that needs no peers, before the ranks meet."""
 
 import os
 from dataclasses import dataclass, replace
@@ -123,7 +123,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     check_memory(
         config, layout, ranks=ranks, vocab=vocab, device=device, autocast=choose_autocast(config.run.precision, device)
     )
-    identity = run_identity(config, data=data, vocab=vocab, stages=layout.stages)
+    identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
     if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together
         _check_resume(config, identity)
@@ -147,7 +147,8 @@ def _policies(config: TrainConfig, layout: PipelineLayout, vocab: int) -> Polici
             f"activations.plan is {saved.plan!r}, a plan by layer, and run.method is agoq; "
             "allowed: a plan by stage, which leaves attention as it is"
         )
-    return tuple(policy and replace(policy, outliers=False) for policy in by_stage)  # which are ours, not the paper's
+    # Without the outliers that norms in 8 bits keep exactly: these are ours, not the paper's.
+    return tuple(policy and replace(policy, outliers=False) for policy in by_stage)
 
 
 def _load(config: TrainConfig, date: str) -> Data:
@@ -158,7 +159,7 @@ def _load(config: TrainConfig, date: str) -> Data:
 def on_date(prepared: Prepared, date: str) -> Prepared:
     """Return a prepared run with the text that the chat template writes on another day."""
     data = _load(prepared.config, date)
-    identity = run_identity(prepared.config, data=data, vocab=prepared.vocab, stages=prepared.layout.stages)
+    identity = run_identity(prepared.config, data=data, vocab=prepared.vocab)
     return replace(prepared, data=data, identity=identity)
 
 

@@ -1,9 +1,12 @@
 """Curves in services that people use, by Accelerate's trackers; TensorBoard's are `metrics.Recorder`'s own."""
 
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lowbit import escape
 from lowbit_run.config import ConfigError
@@ -22,6 +25,15 @@ def check_trackers(names: Sequence[str]) -> None:
             f"run.trackers is {', '.join(names)}, and {' and '.join(missing)} cannot be imported; allowed: without it, "
             f"or after: pip install {' '.join(missing)}"
         )
+    if len(set(names)) < len(names):
+        raise ConfigError(f"run.trackers is {', '.join(names)}; allowed: each once")
+    if names:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        if old := [name for name in names if not hasattr(LOGGER_TYPE_TO_CLASS.get(name), "start")]:
+            raise ConfigError(
+                f"run.trackers is {', '.join(old)}, for which Accelerate is too old; allowed: a newer one"
+            )
 
 
 class Trackers:
@@ -38,7 +50,13 @@ class Trackers:
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        PartialState(cpu=True)  # trackers write log lines through it; it takes the process group that there is
+        # Trackers write log lines through this state. It takes the process group that there is, and would set the
+        # number of threads and variables of its own.
+        threads, environment = torch.get_num_threads(), dict(os.environ)
+        PartialState(cpu=True)
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(environment)
         for name in names:
             self._open[name] = LOGGER_TYPE_TO_CLASS[name](PROJECT, name=folder.resolve().name)
             self._call(name, "start")

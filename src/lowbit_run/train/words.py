@@ -47,7 +47,7 @@ class Words:
         with contextlib.ExitStack() as rows:
             ids = trainer.evaluation.continued(
                 self._prompt, self._count, codecs=trainer.pipeline.codecs.forward, vocab=tokenizer.size,
-                ends=_ends(trainer.prepared.data), seconds=_SECONDS,
+                ends=_ends(trainer.prepared.data), seconds=min(_SECONDS, trainer.config.run.timeout_seconds / 4),
                 follow=lambda new: rows.enter_context(trainer.tied.exact(new)),
             )  # fmt: skip
         inner = tokenizer.hugging_face()

@@ -218,6 +218,7 @@ def test_differences_by_hand():
     assert found["change"].error == pytest.approx((math.log(3) - 0.5) / 2)
     broken = differences(exact, [[math.nan, math.nan], [0.0, 1.0]])
     assert math.isnan(broken["divergence"].value)
+    assert broken["same_answers"].value == 0.5
 
 
 def test_shares_kept_have_errors_of_pairs():
@@ -304,7 +305,7 @@ WRONG: list[tuple[str, Records, str]] = [
     ("winogrande", changed(WINOGRANDE[0], sentence="No gap."), "the sentence has no _"),
     ("winogrande", changed(WINOGRANDE[0], answer=2), "(2 is not in list)"),
     ("winogrande", changed(WINOGRANDE[0], option2=" "), "(' ' instead of a text that is not empty)"),
-    ("piqa", changed(PIQA[0], label=-1), "(-1 is not in list); allowed: the form of its publisher or the"),
+    ("piqa", changed(PIQA[0], label=-1), "('-1' is not in list); allowed: the form of its publisher or the"),
     ("piqa", WINOGRANDE, "line 1 is not a valid question of piqa (no 'sol1')"),
     ("boolq", changed(BOOLQ[0], label=-1), "(-1 is not in list)"),
     ("boolq", [{**BOOLQ[0], "passage": None}], "(None instead of a text that is not empty)"),

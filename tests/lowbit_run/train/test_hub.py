@@ -55,6 +55,9 @@ def test_a_model_is_downloaded_once_after_a_yes(hub: Hub, caplog: pytest.LogCapt
     assert not hub.downloads
     assert with_model(named(), agreed=True).model.pretrained == str(hub.cache)
     assert with_model(named(), agreed=False).model.pretrained == str(hub.cache), "from the cache"
+    # What is not downloaded, as both formats are there, does not count as missing.
+    (hub.cache / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-00001-of-00002.bin"}}')
+    with_model(named(), agreed=False)
     assert hub.downloads == 1
     assert f"{NAME} is in {hub.cache}" in caplog.text
     next(hub.cache.glob("*.safetensors")).unlink()  # an interrupted download
