@@ -74,8 +74,8 @@ def test_matplotlib_is_needed_and_a_link_is_not(tmp_path: Path, monkeypatch: pyt
 
 def test_the_findings_tell_the_stage_from_the_bits_and_curves_are_means():
     rows = [
-        {"boundary": boundary, "link": "25mbit", "link_mbit": 25.0, "speedup_stock_fp32": speed, "seconds": 20.0, "formats": formats,
-         "curve": [(0.0, 5.0), (20.0, loss)]}
+        {"boundary": boundary, "link": "25mbit", "link_mbit": 25.0, "speedup_stock_fp32": speed, "seconds": 20.0,
+         "formats": formats, "curve": [(0.0, 5.0), (20.0, loss)]}
         for boundary, speed, loss, formats in (
             ("stock-fp32", 1.0, 4.5, []), ("fp32", 1.5, 4.2, []), ("auto", 10.2, 3.0, ["transform", "transform"]),
         )
