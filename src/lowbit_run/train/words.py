@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _COUNT = 24  # most tokens to write
 _BEGINNING, _LONGEST = 24, 104  # tokens of held-out text, and most tokens of any other prompt
 _SAMPLES = 100  # windows in which to look for a short prompt
-_SECONDS = 10.0
+_SECONDS = 4.0  # that the first step waits for words
 _SHOWN = 100  # characters
 
 
