@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowbit import escape
 from lowbit_run.config import ConfigError
 
@@ -47,6 +45,7 @@ class Trackers:
         self._open: dict[str, Any] = {}
         if not names:
             return
+        import torch
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
