@@ -36,6 +36,7 @@ _NOT_TEXT = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)|\]\([^)]*\)|[\[\]`*]")
 # Also mean other things on these pages.
 _EVERYDAY = {"agreement", "directions", "group", "link", "scale", "session", "spread", "step", "width"}
 _DARK = re.compile(r"<source(?=[^>]*prefers-color-scheme: dark)[^>]*srcset=\"([^\"]+)\"")
+_EXAMPLE = re.compile(r"\[(?P<name>[^\]\n]+)\]\((?:\.\./)*examples/[^)\n]*\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -69,8 +70,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to pages of the site."""
+    """Let links lead to pages of the site; those to examples, which are not on it, become names."""
     markdown = "\n".join(_lists(markdown.splitlines())) + "\n"
+    markdown = _EXAMPLE.sub(lambda found: f"`{found['name'].strip('`')}`", markdown)
     markdown = "".join(_pictures(markdown))
     at_root = {uri: name for name, uri in PAGES_AT_ROOT.items()}
     source = at_root.get(page.file.src_uri, f"docs/{page.file.src_uri}")
