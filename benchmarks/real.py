@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -87,17 +88,10 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
         `error`, `error_first` (of the first token), `error_early` (tokens 1 to 15), `error_few` (of the 8 channels of
         most energy) and `energy_few` (their share of the energy).
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
-    logging.disable_progress_bar()
-    for folder in settings.models:
-        check_files(folder, "model")
     torch.set_num_threads(settings.threads)
     rows: list[Row] = []
-    for folder in settings.models:
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        exact, coded = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local) for _ in range(2))
-        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+    for folder, tokenizer, load in opened(settings.models):
+        exact, coded = load(), load()
         check_stages(settings.stages, coded.config.num_hidden_layers)
         places = boundary_modules(coded, settings.stages)
         for kind in settings.kinds:
@@ -107,6 +101,19 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
                 for measured in _measure(exact.eval(), coded, places, boundary, reading):
                     rows.append({**about, **measured})
                     yield list(rows)
+
+
+def opened(folders: Sequence[str]) -> Iterator[tuple[str, PreTrainedTokenizerBase, Callable[[], Any]]]:
+    """Check all folders, and yield each with its tokenizer and a function that loads its model in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
+    for folder in folders:
+        check_files(folder, "model")
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    for folder in folders:
+        load = partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32, **local)
+        yield folder, AutoTokenizer.from_pretrained(folder, **local), load
 
 
 class Reading:

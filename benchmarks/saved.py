@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.real import Reading, RealBenchmark, Window, model_loss
+from benchmarks.real import Reading, RealBenchmark, Window, model_loss, opened
 from lowbit.activations import compress_saved_
 from lowbit.activations.counting import counted
 from lowbit_lab.bench.settings import Names
 from lowbit_lab.bench.training import POLICIES
 from lowbit_run.config import ConfigError, Positive, section
 from lowbit_run.report import Column, Command, Row, Table
-from lowbit_run.train.pretrained import check_files
 
 
 @section()
@@ -53,19 +52,12 @@ def measure(settings: SavedBenchmark, earlier: Sequence[Row]) -> Iterator[list[R
         keeps), `error` (of all gradients, |g' - g| / |g|, mean over windows), `error_error` (its standard error),
         `norm` (the same of the worst norm's weight, its mean), and `name` of that norm.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
-    logging.disable_progress_bar()
-    for folder in settings.models:
-        check_files(folder, "model")
     torch.set_num_threads(settings.threads)
     rows: list[Row] = []
-    for folder in settings.models:
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+    for folder, tokenizer, load in opened(settings.models):
         real = RealBenchmark(models=(folder,), text=settings.text, tokens=settings.tokens)
         windows = Reading(tokenizer, "text", real).held_out[: settings.windows]
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local).train()
+        model = load().train()
         exact = [_gradients(model, window) for window in windows]
         for method in settings.methods:
             model.zero_grad()

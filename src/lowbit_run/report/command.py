@@ -116,7 +116,7 @@ def compare(rows: Sequence[Row], baselines: Sequence[Baseline]) -> list[dict[str
 
 _SPACE = re.compile(r"(?<=\s)(?=\S)")
 _BREAK = re.compile(r"(?<=[\s_/,=(])(?=\S)|(?<=[^\W\d][.-])(?=\w)|(?<=\d[.-])(?=[^\W\d])")
-"""Where the words of a cell may be broken; not within a number."""
+"""Matches the places where a cell's text may wrap, none of them inside a number."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -134,6 +135,25 @@ def test_a_signal_to_a_rank_that_still_reads_the_text_is_no_failure(
     with pytest.raises(LaunchError, match=f"^rank 0 was ended by {number.name}$") as ended:
         start_one(RankProgram(module="", order="", timeout=30, threads=1, grace=5))
     assert (ended.value.code, ended.value.interrupted) == (code, interrupted)
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_other_machine_is_awaited_ends_a_rank_at_once(tmp_path: Path):
+    """There is no step to wait for."""
+    (tmp_path / "run.toml").write_text(to_toml(tiny(tmp_path)))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "LOCAL_WORLD_SIZE": "1"}
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "lowbit", "train", str(tmp_path / "run.toml")],
+        env=os.environ | place | {"RANK": "0", "WORLD_SIZE": "2"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert waiting.stderr is not None
+        assert any("rank 0 waits up to" in line for line in waiting.stderr)
+        waiting.send_signal(signal.SIGTERM)
+        assert waiting.wait(10) in (-signal.SIGTERM, 143)
+    finally:
+        waiting.kill()
 
 
 PASSED_ON = """
