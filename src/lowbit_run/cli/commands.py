@@ -159,7 +159,7 @@ class Train(Config):
         parser = super().parser(program)
         about = "Check the run as far as one machine can, print it, and start nothing."
         parser.add_argument("--dry-run", action="store_true", help=about)
-        about = "Download a model that model.pretrained names on the Hugging Face Hub, without asking."
+        about = "Download what model.pretrained or data.dataset names on the Hugging Face Hub, without asking."
         parser.add_argument("--yes", action="store_true", help=about)
         return parser
 
@@ -170,6 +170,10 @@ class Train(Config):
             from lowbit_run.train.hub import with_model
 
             config = with_model(config, agreed=options.get("yes", False))
+        if config.data.dataset:
+            from lowbit_run.train.hub import check_dataset
+
+            check_dataset(config, agreed=options.get("yes", False))
         if options.get("dry_run"):
             from lowbit_run.train.launch import check_early
 

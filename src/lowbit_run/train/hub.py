@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: a name in place of a folder is downloaded once somebody has agreed."""
+"""The Hugging Face Hub: what a name in place of a folder stands for is downloaded once somebody has agreed."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from lowbit_run.train.pretrained import reason
 log = escape.logger(__name__)
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of an organization and its model
+_DATASET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # the oldest have no organization
 _UNUSED = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.tflite", "*.ot", "original/*")
 
 
@@ -32,14 +33,37 @@ def with_model(config: TrainConfig, *, agreed: bool) -> TrainConfig:
         return config
     folder = _snapshot(name, local_files_only=True)
     if folder is None:
-        given = f"model.pretrained is {name!r}, which is not a folder here"
-        if not (agreed or _asked(given)):
-            raise ConfigError(f"{given}; allowed: a folder, or --yes, which downloads it from the Hugging Face Hub")
+        _ask(f"model.pretrained is {name!r}", agreed)
         folder = _snapshot(name)
     assert folder is not None
     if os.environ.get("LOCAL_RANK", "0") == "0":
         log.warning("model.pretrained: %s is in %s", name, folder)
     return replace(config, model=replace(config.model, pretrained=folder))
+
+
+def check_dataset(config: TrainConfig, *, agreed: bool) -> None:
+    """Refuse a name in `data.dataset` that nobody has agreed to download, unless the cache has the data set.
+
+    The package `datasets` downloads it when the text is read, with the same token and server.
+
+    Raises:
+        ConfigError: nobody agreed.
+    """
+    name = config.data.dataset
+    if agreed or Path(name).exists() or not _DATASET.fullmatch(name):
+        return
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except Exception:  # the package has several errors for what is not there
+        _ask(f"data.dataset is {name!r}", agreed)
+
+
+def _ask(given: str, agreed: bool) -> None:
+    given += ", which is not a folder here"
+    if not (agreed or _asked(given)):
+        raise ConfigError(f"{given}; allowed: a folder, or --yes, which downloads it from the Hugging Face Hub")
 
 
 def _asked(given: str) -> bool:

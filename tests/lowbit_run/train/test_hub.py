@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 
 from lowbit_run.train import ConfigError, from_mapping
-from lowbit_run.train.hub import with_model
+from lowbit_run.train.hub import check_dataset, with_model
 from tests.command_line import invoke
 from tests.lowbit_run.train.runs import base, tiny
 
@@ -22,9 +22,16 @@ class Hub:
 
     def __init__(self, folder: Path) -> None:
         self.model, self.cache, self.downloads = Path(base(folder)), folder / "cache", 0
-        self.offline = False
+        self.offline, self.datasets = False, set[str]()
 
-    def snapshot_download(self, name: str, *, local_files_only: bool = False, **options: Any) -> str:
+    def snapshot_download(
+        self, name: str, *, repo_type: str = "model", local_files_only: bool = False, **options: Any
+    ) -> str:
+        if repo_type == "dataset":
+            assert local_files_only
+            if name not in self.datasets:
+                raise FileNotFoundError("nothing in the cache")
+            return name
         if local_files_only and not self.cache.exists():
             raise FileNotFoundError("nothing in the cache")
         if not local_files_only:
@@ -93,6 +100,19 @@ def test_folders_and_other_names_stay(hub: Hub, tmp_path: Path):
         config = named(name)
         assert with_model(config, agreed=True) is config
     assert not hub.downloads
+
+
+@pytest.mark.parametrize("name", ["someone/texts", "wikitext"])
+def test_a_dataset_is_downloaded_after_a_yes(hub: Hub, name: str):
+    config = from_mapping({"data": {"dataset": name}})
+    refused = invoke("train", "--data.dataset", name, "--dry-run")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert f"data.dataset is '{name}', which is not a folder here; allowed: a folder, or --yes, " in refused.stderr
+    check_dataset(config, agreed=True)
+    hub.datasets.add(name)  # from an earlier run
+    check_dataset(config, agreed=False)
+    for other in ("", str(hub.model), "a/b/c"):  # the last is refused when it is opened
+        check_dataset(from_mapping({"data": {"dataset": other}}), agreed=False)
 
 
 def test_the_command_takes_a_name(hub: Hub, tmp_path: Path):
