@@ -39,7 +39,10 @@ class Codec(ABC):
 
     @abstractmethod
     def format_nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of the format for a tensor of this shape, with any dtype and content."""
+        """Bytes of the format for a tensor of this shape, with any dtype and content.
+
+        Formats with sections take them from the `Layout` that their `reference.py` makes.
+        """
 
     @abstractmethod
     def _encode(self, x: Tensor, payload: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 vLLM's communicator does not know to which layer a sum belongs, and a calibrated format depends on the layer. So the
 plug-in replaces `RowParallelLinear` through vLLM's registry of external layers. Such a layer knows its name. Its
-forward multiplies as vLLM does, and calls the operator `lowbit::vllm_row_sum`, one node for `torch.compile`.
+forward multiplies as vLLM does, and calls the operator `lowbit::vllm_row_sum`, one node for `torch.compile`, which sums
+by a `LayerSum` of `lowbit.tensor_parallel.rowwise`.
 
 The operator codes a sum if the batch has a prefill and enough values. All other sums use vLLM's own all-reduce:
 decoding, small batches, and everything that is captured in a CUDA graph. The decision depends only on what the

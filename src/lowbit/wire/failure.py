@@ -31,7 +31,8 @@ class FailureBoard:
     """Notes about failed peers, in the store of a process group.
 
     `topic`: unique among the boards of this group, and the same on every rank. `names`: of its ranks, for errors.
-    `timeout`: seconds from the start of a failed wait to the error.
+    `timeout`: seconds from the start of a failed wait to the error, as given to `LowBitStage`, a collective, or `lowbit
+    train` (`run.timeout_seconds`), which also ends ranks that fall silent (`lowbit_run/job/peers.py`).
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float) -> None:

@@ -1,4 +1,8 @@
-"""Check a run as far as that needs no peers, before the ranks meet."""
+"""Check a run as far as that needs no peers, before the ranks meet.
+
+`prepare` calls all checks in order: that a tokenizer fits is `model.vocabulary`, that a model can be cut
+`model.check_pretrained` and `check_stages`, and that the machine has the memory `fits.check_memory`.
+"""
 
 import os
 from dataclasses import dataclass, replace
