@@ -255,11 +255,14 @@ def _checkpointed_forward(
     if any(given[k] is not value for k, value in enumerate(args)) or any(given[k] is not kwargs[k] for k in kwargs):
         _say_no_cache()
 
+    # `run` lives until backward: it must not hold the whole input.
+    (x, given[key]), count, names = (given[key], None), len(args), tuple(kwargs)
+
     def run(x: Tensor) -> Any:
         values = given | {key: x}
-        return own(*(values[k] for k in range(len(args))), **{k: values[k] for k in kwargs})
+        return own(*(values[k] for k in range(count)), **{k: values[k] for k in names})
 
-    return _Call(name, codec, given[key], run).first(tensors)
+    return _Call(name, codec, x, run).first(tensors)
 
 
 @functools.cache

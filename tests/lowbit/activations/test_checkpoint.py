@@ -1,6 +1,7 @@
 """Checkpointed layers and compiled models: gradients, what they keep, and what cannot run again."""
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,16 @@ def test_a_low_bit_input_is_what_backward_starts_from(inside: LayerAware | None)
     assert torch.allclose(block(x), block.train(False)(x), atol=1e-6)
     block.train()
     assert distance(grads(x), expected) < 1e-6
+
+
+def test_the_whole_input_is_freed():
+    block, x = GatedBlock(), torch.randn(4, 20, 32, requires_grad=True) * 1
+    checkpoint_(block, codec=BYTE)
+    whole = weakref.ref(x)
+    out = block(x)
+    del x
+    assert whole() is None
+    out.sum().backward()
 
 
 def test_nothing_is_coded_in_the_first_pass_and_the_last_product_is_left_out():
