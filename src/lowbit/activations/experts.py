@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from lowbit.activations import structure
@@ -327,6 +328,9 @@ class Routing:
         """Build the routing of an index; None if a number is not in 0 to `experts`, where `experts` means no expert."""
         # Stable: the rows of an expert keep the order of tokens, so sums round alike each time.
         ids, order = torch.sort(index_NK.reshape(-1), stable=True)
+        if isinstance(ids, FakeTensor):  # it has no values: share rows evenly, so that bytes can be counted
+            even = tuple(len(ids) * (expert + 1) // experts for expert in range(experts))
+            return cls(order.to(torch.int32), even, index_NK.shape[1])
         limits = torch.arange(experts + 2, device=ids.device, dtype=ids.dtype)
         first, *ends, last = torch.searchsorted(ids, limits).tolist()
         if first != 0 or last != len(ids):

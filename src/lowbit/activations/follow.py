@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -89,10 +90,10 @@ class Shared:
             # Not cached: only an input shows whether there are outliers.
             if x is None:
                 return codec
-            chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x)
+            values = not (x.is_meta or isinstance(x, FakeTensor))
+            chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x) if values else codec
             if chosen != codec:
                 log.info("%s has outliers: its input is saved as %r", name, chosen)
-            values = not (x.is_meta or isinstance(x, FakeTensor))
             if (
                 values
                 and kind == "norm"
@@ -240,7 +241,7 @@ def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> An
         out = _run(module, layer, *args, **kwargs)
     if layer.shared.lost:
         _warn_of_lost(layer.shared)
-    if module.training and layer.name not in layer.shared.looked:
+    if module.training and layer.name not in layer.shared.looked and not detect_fake_mode():
         names = uncompressed(module, (args, kwargs), out)
         # None: this pass kept nothing for backward, so look again after the next one.
         if names is not None:

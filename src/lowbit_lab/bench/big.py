@@ -34,9 +34,10 @@ from lowbit_run.train.config import DataConfig, LoraConfig, ModelConfig, Optimiz
 from lowbit_run.train.device import choose_autocast, memory_of
 from lowbit_run.train.fits import PROCESS_BYTES
 from lowbit_run.train.folder import RunFolder, check_output
-from lowbit_run.train.footprint import model_bytes, rank_peaks
+from lowbit_run.train.footprint import model_bytes
 from lowbit_run.train.layout import make_layout
 from lowbit_run.train.metrics import read_metrics
+from lowbit_run.train.saved import rank_peaks
 from lowbit_run.train.weights import check_packages
 
 LLAMA_8B: Mapping[str, Any] = MappingProxyType({

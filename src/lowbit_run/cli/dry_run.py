@@ -10,10 +10,11 @@ from lowbit.wire.pytorch import check_torch
 from lowbit_run.config import to_toml
 from lowbit_run.terminal import print_pairs
 from lowbit_run.train.boundaries import AUTO_FORMATS, codecs_of, usable
-from lowbit_run.train.footprint import model_bytes, rank_peaks
+from lowbit_run.train.footprint import model_bytes
 from lowbit_run.train.model import hidden_size, targets_of
 from lowbit_run.train.prepare import Prepared, prepare
 from lowbit_run.train.rates import AFTER, wanted_nats
+from lowbit_run.train.saved import rank_peaks
 
 if TYPE_CHECKING:
     from lowbit.codecs import Codec

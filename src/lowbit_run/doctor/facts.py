@@ -38,10 +38,10 @@ from lowbit_run.train.config import AUTO
 from lowbit_run.train.data import load_data
 from lowbit_run.train.device import choose_autocast, choose_device, memory_of, threads_per_rank
 from lowbit_run.train.fits import PROCESS_BYTES
-from lowbit_run.train.footprint import rank_peaks
 from lowbit_run.train.identity import compared
 from lowbit_run.train.layout import make_layout
 from lowbit_run.train.model import count_layers, hidden_size, vocabulary_of
+from lowbit_run.train.saved import rank_peaks
 from lowbit_run.train.weights import weights_of
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -24,9 +24,10 @@ from lowbit_run.simulate.step import order_of
 from lowbit_run.train.config import PipelineConfig, TrainConfig
 from lowbit_run.train.evaluate import evaluation_bytes
 from lowbit_run.train.export import export_dtype
-from lowbit_run.train.footprint import rank_bytes
+from lowbit_run.train.footprint import Saves, rank_bytes
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import hugging_face_config
+from lowbit_run.train.saved import saves_of, stage_policies
 from lowbit_run.train.schedules import SCHEDULES, Schedule
 from lowbit_run.train.tied import expected_rows, row_bytes, tied_codec
 
@@ -96,6 +97,7 @@ class Predictor:
         self.machines = cluster.of_ranks
         self._speed = functools.cache(coding_speed)
         self._own_optimizer = functools.cache(optimizer_ns)
+        self._saved = functools.cache(self._saved_by_layer)
 
     def rows(self, choice: PipelineChoice) -> int:
         """Windows of a micro-batch; ConfigError if the batch cannot be divided into these micro-batches."""
@@ -155,7 +157,14 @@ class Predictor:
         """Memory of a rank with `counts` layers on its stages: what it keeps, and activations at the worst moment."""
         layout = replace(self.layout(replace(choice, layers=())), layer_counts=tuple(counts))
         held, sizes = self._schedule(choice, layout)[1], self.sizes
-        return rank_bytes(sizes.kept, sizes.batch, layout, rank, rows=self.rows(choice), held=held)
+        saved = self._saved(replace(choice, formats=("fp32",)), layout)
+        return rank_bytes(sizes.kept, sizes.batch, layout, rank, rows=self.rows(choice), held=held, saved=saved)
+
+    def _saved_by_layer(self, choice: PipelineChoice, layout: PipelineLayout) -> list[list[Saves]]:
+        """What each layer of each stage saves; ConfigError if the run's settings are not for these stages."""
+        config, sizes = replace(self.config, pipeline=choice.pipeline(layout.ranks, self.config.pipeline)), self.sizes
+        policies = stage_policies(config, layout, sizes.kept, sizes.batch, vocab=sizes.vocab)
+        return [saves_of(policy, layers) for policy, layers in zip(policies, layout.layer_counts, strict=True)]
 
     def _schedule(self, choice: PipelineChoice, layout: PipelineLayout) -> tuple[Actions, InFlight]:
         counts = layout.ranks, choice.stages_per_rank, choice.microbatches

@@ -14,7 +14,7 @@ from lowbit.escape import shown
 from lowbit_run.config import ConfigError
 from lowbit_run.train.config import ModelConfig, TrainConfig
 from lowbit_run.train.cut import Share, attention_of
-from lowbit_run.train.footprint import BatchBytes, ModelBytes, batch_bytes, model_bytes
+from lowbit_run.train.footprint import BatchBytes, ModelBytes, Saves, batch_meter, model_bytes
 from lowbit_run.train.model import StageModule, count_layers, hidden_size, hugging_face_config
 from lowbit_run.train.weights import build_share, weights_of
 
@@ -43,7 +43,7 @@ class ModelSizes:
             first and the last stage have. tied: those of the embedding, if it is trained and the last stage's matrix is
             a copy of it, which counts there; otherwise 0.
         layer_flops, last_flops: of a token's forward in a layer, and after the last layer.
-        kept, batch: bytes of each part, and of a micro-batch in it.
+        kept: bytes of each part. batch: those of a micro-batch in it, by what layers save.
         passes, last_passes: time of forward and backward over that of forward, in a layer and after the last: 3; with
             frozen weights, of which backward computes no gradients, 2; in layers that backward computes again 1 more.
         checkpoints: whether it does, in a backward pass that is not split.
@@ -58,7 +58,8 @@ class ModelSizes:
     layer_flops: float
     last_flops: float
     kept: ModelBytes
-    batch: BatchBytes
+    batch: Callable[[Saves], BatchBytes]
+    vocab: int = 0
     passes: int = 3
     last_passes: int = 3
     checkpoints: bool = False
@@ -71,7 +72,11 @@ class ModelSizes:
 def measure_sizes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None) -> ModelSizes:
     """Count the model of a run, without its weights."""
     counts: dict[str, Any] = {"vocab": vocab, "autocast": autocast}
-    kept, batch, width = model_bytes(config, **counts), batch_bytes(config, **counts), hidden_size(config.model)
+    kept, batch, width = (
+        model_bytes(config, **counts),
+        batch_meter(config, **counts, splits=True),
+        hidden_size(config.model),
+    )
     if width is None:
         raise ConfigError(f"model.pretrained is {shown(config.model.pretrained)}, whose config.json has no hidden_size")
     elements, trained = (sum(getattr(one, name) for one in kept.layers) for name in ("elements", "trained"))
@@ -92,6 +97,7 @@ def measure_sizes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | No
         checkpoints=config.checkpoints,
         kept=kept,
         batch=batch,
+        vocab=vocab,
     )
 
 

@@ -15,7 +15,6 @@ from lowbit.activations.policy import WHOLE
 from lowbit.codecs import parse
 from lowbit_run.config import ConfigError
 from lowbit_run.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
-from lowbit_run.train.footprint import held_batches
 from lowbit_run.train.layout import PipelineLayout, even
 from lowbit_run.train.model import architecture
 
@@ -62,31 +61,6 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
     return tuple(
         _policy(config, {name: each[stage] for name, each in values.items() if each}) for stage in range(stages)
     )
-
-
-def bits_by_stage(config: TrainConfig, layout: PipelineLayout) -> tuple[int, ...]:
-    """Return AGoQ's bits of each stage: 4 on the rank that holds most, and up to 8 where a rank holds less.
-
-    A rank's stages get the most bits with which their inputs take no more than those of the fullest rank in 4: what
-    counts is the micro-batches that a rank holds at a time, times the layers (arXiv 2605.00539 has bits by stage, and
-    does not describe how they are found; `lowbit plan memory` searches within a budget). It measures nothing, so all
-    ranks find the same.
-    """
-    held = held_batches(config, layout)
-    layers = {
-        rank: max(sum(moment.held[s] * layout.layer_counts[s] for s in layout.stages_of(rank)) for moment in moments)
-        for rank, moments in held.moments.items()
-    }
-    most = _taken(4) * max(layers.values())
-    return tuple(
-        max(bits for bits in range(4, 9) if bits == 4 or _taken(bits) * layers[held.rank_of(stage)] <= most)
-        for stage in range(layout.stages)
-    )
-
-
-def _taken(bits: int) -> float:
-    """Bits that an element takes, with its share of a group's scale and middle."""
-    return bits + 0.5
 
 
 def planned_settings(config: TrainConfig, layout: PipelineLayout, vocab: int) -> dict[str, Any]:

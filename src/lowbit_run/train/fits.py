@@ -9,9 +9,10 @@ import torch
 from lowbit_run.config import ConfigError
 from lowbit_run.train.config import TrainConfig
 from lowbit_run.train.device import local_rank, local_ranks, memory_of
-from lowbit_run.train.footprint import ModelBytes, held_batches, model_bytes, rank_peaks
+from lowbit_run.train.footprint import ModelBytes, held_batches, model_bytes
 from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.model import hidden_size
+from lowbit_run.train.saved import rank_peaks
 from lowbit_run.train.weights import weights_of
 
 log = logging.getLogger(__name__)

@@ -4,21 +4,23 @@ Weights are counted on a model without data (the meta device), layer by layer. W
 a forward and backward pass over fake tensors, for each kind of layer once.
 """
 
+import contextlib
+import functools
 import logging
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lowbit.activations import LayerAware, LayerChoice, LayerPlan, compress_saved_, restore_
 from lowbit.codecs import parse
 from lowbit_run.simulate.held import InFlight, in_flight
 from lowbit_run.simulate.step import order_of
@@ -27,7 +29,8 @@ from lowbit_run.train.cut import Share, attention_of, class_for, parts_of, whole
 from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.model import StageModule, add_adapters, hugging_face_config, next_token_loss, targets_of
 from lowbit_run.train.optim import state_bytes
-from lowbit_run.train.weights import checkpoint_layers, share_inputs, weights_of
+from lowbit_run.train.schedules import SCHEDULES
+from lowbit_run.train.weights import share_inputs, weights_of
 from lowbit_run.train.widened import widen_
 
 log = logging.getLogger(__name__)
@@ -96,7 +99,7 @@ class ModelBytes:
         return total
 
 
-@lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)
 def model_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None) -> ModelBytes:
     """Count what each part of a run's model takes, whatever its family.
 
@@ -214,20 +217,24 @@ def _kept(name: str, patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Bytes that grow with the windows of a micro-batch: `fixed`, and `window` for each of them."""
+    """Bytes that grow with the windows of a micro-batch: `fixed`, and `window` for each of them.
+
+    `halfway`: further bytes for each between the passes of a split backward, for the inputs and for the weights.
+    """
 
     fixed: int = 0
     window: int = 0
+    halfway: int = 0
 
     def of(self, rows: int) -> int:
         """Bytes with `rows` windows."""
         return max(0, self.fixed + rows * self.window)
 
     def __add__(self, other: "Line") -> "Line":
-        return Line(fixed=self.fixed + other.fixed, window=self.window + other.window)
+        return Line(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __sub__(self, other: "Line") -> "Line":
-        return Line(fixed=self.fixed - other.fixed, window=self.window - other.window)
+        return Line(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,22 +243,30 @@ class BatchBytes:
 
     Attributes:
         layers: held by each decoder layer from forward to backward, with copies of weights that autocast makes.
-        first, middle, last: held by a stage without layers, with its input and output; `whole` by the only one.
+        first, middle, last: held by a stage without layers, with its input and output.
         extra, extra_last: the most beyond that while a micro-batch runs, on the last stage (logits) and on others.
+        output: a stage's output, which the next one has as its input.
     """
 
     layers: tuple[Line, ...]
     first: Line
     middle: Line
     last: Line
-    whole: Line
     extra: Line
     extra_last: Line
+    output: Line = Line()
+
+    def ends(self, *, first: bool, last: bool) -> Line:
+        """What a stage holds besides its layers."""
+        return (self.first if first else self.middle) + (self.last if last else self.middle) - self.middle
 
     def held(self, layers: Iterable[int], *, first: bool, last: bool) -> Line:
         """What a stage with these layers holds of a micro-batch from its forward to its backward."""
-        ends = {(True, True): self.whole, (True, False): self.first, (False, True): self.last}
-        return sum((self.layers[layer] for layer in layers), ends.get((first, last), self.middle))
+        return sum((self.layers[layer] for layer in layers), self.ends(first=first, last=last))
+
+
+Saves = LayerAware | LayerPlan | None
+"""What layers save: in the bits of a policy; as a plan for one layer says; or, None, as PyTorch does."""
 
 
 class _Live(TorchDispatchMode):
@@ -281,45 +296,42 @@ class _Live(TorchDispatchMode):
         self.now -= size
 
 
-@lru_cache(maxsize=8)
-def batch_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None) -> BatchBytes:
-    """Count what a micro-batch takes, by a pass over fake tensors with each kind of layer; arguments as above.
+@functools.lru_cache(maxsize=8)
+def batch_meter(
+    config: TrainConfig, *, vocab: int, autocast: torch.dtype | None, boundary: torch.dtype = torch.float32,
+    splits: bool | None = None,
+) -> "BatchMeter":  # fmt: skip
+    """Return what counts micro-batches of a run.
 
-    Saved activations count as PyTorch keeps them, not compressed.
+    Args:
+        vocab, autocast: as above. boundary: dtype between stages.
+        splits: whether backward passes are split in two; None: as the run's schedule does.
     """
-    whole = _without_data(config, vocab)
-    layers = list(getattr(whole.base_model, parts_of(whole.config)[1]))
-    kinds = [_kind(whole.config, number, layer) for number, layer in enumerate(layers)]
-    kind_of_first = [number for number, kind in enumerate(kinds) if kind == kinds[0]]
-    measured = {kind: kinds.index(kind) for kind in kinds} | {kinds[0]: kind_of_first[-1]}
-    run = _Sample(config, whole, {0, *measured.values()}, autocast)
-    try:
-        return _measured(run, kinds, measured)
-    except DynamicOutputShapeException:  # such as of experts that PyTorch cannot group
-        kind = whole.config.model_type
-        log.warning("the activations of a %s model cannot be counted in advance: plans leave them out", kind)
-        none = Line()
-        return BatchBytes(
-            layers=(none,) * len(kinds), first=none, middle=none, last=none, whole=none, extra=none, extra_last=none
-        )
+    splits = SCHEDULES[config.pipeline.schedule].splits if splits is None else splits
+    return BatchMeter(
+        config, vocab=vocab, autocast=autocast, boundary=boundary, splits=splits and not config.checkpoints
+    )
 
 
-def _measured(run: "_Sample", kinds: Sequence[Any], measured: Mapping[Any, int]) -> BatchBytes:
-    """Measure each kind of layer, given with the number of one, and both ends."""
-    (ends, extra), each = run(0), {}
-    for kind, number in measured.items():
-        each[kind] = run(0, number)[0] - ends if number else ends
-    first, last, both = (run(0, **where) for where in ({"first": True}, {"last": True}, {"first": True, "last": True}))
-    most = [extra, last[1]]
-    if run.config.checkpoints:  # each layer is computed again, and some kinds take more
-        for place, where in enumerate(({}, {"last": True})):
-            lines = [most[place], *(run(0, number, **where)[1] for number in measured.values() if number)]
-            most[place] = max(lines, key=lambda line: line.of(run.config.rows))
-    base = each[kinds[0]]
-    return BatchBytes(
-        layers=tuple(each[kind] for kind in kinds), first=first[0] - base, middle=ends - base, last=last[0] - base,
-        whole=both[0] - base, extra=most[0], extra_last=most[1],
-    )  # fmt: skip
+class BatchMeter:
+    """Counts what a micro-batch takes, by a pass over fake tensors with each kind of layer.
+
+    These have no values: norms count as if they had no outliers.
+    """
+
+    def __init__(self, config: TrainConfig, **arguments: Any) -> None:
+        self.config = config
+        self._known: dict[str, BatchBytes] = {}
+        self._sample = functools.cache(lambda coded: _Sample(config, **arguments, coded=coded))
+
+    def __call__(self, saves: Saves = None) -> BatchBytes:
+        """Count a micro-batch in stages whose layers all save this; None: what they do in the run without bits."""
+        if saves is None and self.config.checkpoints:
+            saves = LayerPlan(stages=((LayerChoice(checkpoint=True),),))
+        if (key := repr(saves)) not in self._known:
+            coded = isinstance(saves, LayerAware) or (saves is not None and saves.stages[0][0].is_coded)
+            self._known[key] = self._sample(coded).count(saves)
+        return self._known[key]
 
 
 def _kind(config: Any, number: int, layer: nn.Module) -> Any:
@@ -331,16 +343,27 @@ def _kind(config: Any, number: int, layer: nn.Module) -> Any:
 class _Sample:
     """A model with a few layers and without data, to run micro-batches of one and two windows."""
 
-    def __init__(self, config: TrainConfig, whole: Any, layers: set[int], autocast: torch.dtype | None) -> None:
-        self.config, self.autocast = config, autocast
+    def __init__(
+        self, config: TrainConfig, *, vocab: int, autocast: torch.dtype | None, boundary: torch.dtype, splits: bool,
+        coded: bool,
+    ) -> None:  # fmt: skip
+        self.config, self.autocast, self.splits = config, autocast, splits
+        self.packed = config.data.format == "jsonl" and config.data.packing
+        whole = _without_data(config, vocab)
+        self.type = whole.config.model_type
+        layers = list(getattr(whole.base_model, parts_of(whole.config)[1]))
+        self.kinds = [_kind(whole.config, number, layer) for number, layer in enumerate(layers)]
+        of_first = [number for number, kind in enumerate(self.kinds) if kind == self.kinds[0]]
+        self.measured = {kind: self.kinds.index(kind) for kind in self.kinds} | {self.kinds[0]: of_first[-1]}
         with torch.device("meta"):
-            self.model = class_for(whole.config, Share(layers=frozenset(layers), first=True, last=True))(whole.config)
-        # Products of experts have no fake form in float32: those of bfloat16 are counted twice.
-        experts = any(p.dim() > 2 for p in self.model.parameters())
+            share = Share(layers=frozenset({0, *self.measured.values()}), first=True, last=True)
+            self.model = class_for(whole.config, share)(whole.config)
+        # PyTorch's products of experts have no fake form in float32: those of bfloat16 are counted twice.
+        experts = any(p.dim() > 2 for p in self.model.parameters()) and not coded
         wide = weights_of(config, autocast) == "fp32"
         self.double = 2 if experts and wide else 1
-        self.dtype = torch.bfloat16 if experts or not wide else torch.float32
-        self.model.to(self.dtype)
+        self.boundary = torch.bfloat16 if self.double == 2 else boundary
+        self.model.to(torch.bfloat16 if experts or not wide else torch.float32)
         if self.double == 2:
             self.autocast = None
         widened = autocast is None and not wide and not experts and config.lora.rank > 0
@@ -349,8 +372,6 @@ class _Sample:
         if config.lora.rank:
             add_adapters(self.model, config)
             share_inputs(self.model, config, autocast)
-        if config.checkpoints:
-            checkpoint_layers(self.model)
         self.model.train()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
@@ -363,58 +384,128 @@ class _Sample:
             (4 if widened else 2) * max((count for count in matrices if count != embedding), default=0) * quantized
         )
 
-    def __call__(self, *layers: int, first: bool = False, last: bool = False) -> tuple[Line, Line]:
-        """Return the bytes held after a forward, and the most beyond them."""
-        one, two = (self._run(layers, first, last, rows) for rows in (1, 2))
-        lines = [
-            Line(fixed=self.double * (2 * a - b), window=self.double * (b - a)) for a, b in zip(one, two, strict=True)
-        ]
-        return lines[0], lines[1] + Line(fixed=self.whole)
+    def count(self, saves: Saves) -> BatchBytes:
+        """Measure each kind of layer, and both ends."""
+        try:
+            return self._count(saves)
+        except (DynamicOutputShapeException, DataDependentOutputException):  # such as of experts that are not grouped
+            log.warning("the activations of a %s model cannot be counted in advance: plans leave them out", self.type)
+            none = Line()
+            return BatchBytes(
+                layers=(none,) * len(self.kinds), first=none, middle=none, last=none, extra=none, extra_last=none
+            )
 
-    def _run(self, layers: Sequence[int], first: bool, last: bool, rows: int) -> tuple[int, int]:
-        sequence = self.config.data.sequence
-        boundary = torch.bfloat16 if self.double == 2 else torch.float32
-        with self._fake:
-            stage = StageModule(
-                self.model, layers=layers, first=first, last=last, autocast=self.autocast, boundary_dtype=boundary  # pyright: ignore
-            )  # fmt: skip
-            ids = torch.zeros(rows, sequence, dtype=torch.int64)
-            for parameter in stage.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            with _Live(stage) as live:
-                x = ids if first else torch.randn(rows, sequence, stage.width, dtype=boundary, requires_grad=True)
-                output = stage(x)
-                output = next_token_loss(output, ids) if last else output
-                held = live.now
-                output.backward(torch.ones_like(output))
+    def _count(self, saves: Saves) -> BatchBytes:
+        rows, (ends, extra), each = self.config.rows, self._lines(saves, 0), {}
+        widest, added = (), Line()  # the layer that takes most while it runs, besides the first
+        for kind, number in self.measured.items():
+            if not number:
+                each[kind] = ends
+                continue
+            line, more = self._lines(saves, 0, number)
+            each[kind] = line - ends
+            if not widest or more.of(rows) > extra.of(rows):
+                widest, added, extra = (number,), each[kind], more
+        base = each[self.kinds[0]]
+        first, last = self._lines(saves, 0, first=True), self._lines(saves, 0, *widest, last=True)
+        return BatchBytes(
+            layers=tuple(each[kind] for kind in self.kinds), first=first[0] - base, middle=ends - base,
+            last=last[0] - base - added, extra=extra, extra_last=last[1],
+            output=Line(window=self.double * self.config.data.sequence * self.width * self.boundary.itemsize),
+        )  # fmt: skip
+
+    def _lines(self, saves: Saves, *layers: int, first: bool = False, last: bool = False) -> tuple[Line, Line]:
+        """Return the bytes held after a forward, and the most beyond them."""
+        stage = StageModule(
+            self.model, layers=layers, first=first, last=last, autocast=self.autocast, boundary_dtype=self.boundary  # pyright: ignore
+        )  # fmt: skip
+        self.width = stage.width
+        if isinstance(saves, LayerPlan):
+            replace(saves, stages=(saves.stages[0] * len(layers),)).apply_(stage)
+        elif saves is not None:
+            compress_saved_(stage, saves)
+        try:
+            with self._fake, contextlib.nullcontext() if self.packed else _one_sample_each():
+                for parameter in stage.parameters():
+                    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+                one, two = (self._run(stage, rows) for rows in (1, 2))
+                halfway = 0 if stage.first or not self.splits else self._halfway(stage) - one[0]
+        finally:
+            restore_(stage)
+        held, extra = (
+            Line(fixed=self.double * (2 * a - b), window=self.double * (b - a)) for a, b in zip(one, two, strict=True)
+        )
+        return replace(held, halfway=self.double * halfway), extra + Line(fixed=self.whole)
+
+    def _run(self, stage: StageModule, rows: int) -> tuple[int, int]:
+        """Bytes held after a forward pass, and the most beyond these."""
+        with _Live(stage) as live:
+            whole = self._forward(stage, rows)
+            held = live.now
+            whole[-1].backward(torch.ones_like(whole[-1]))
         return held, live.peak - held
 
+    def _halfway(self, stage: StageModule) -> int:
+        """Bytes held of a window between the passes of a backward."""
+        from torch.distributed.pipelining._backward import stage_backward_input
 
-def rank_peaks(config: TrainConfig, layout: PipelineLayout, *, vocab: int, autocast: torch.dtype | None) -> list[int]:
-    """Predict the most bytes of each rank of a pipeline: what it keeps, activations and short-lived tensors.
+        with _Live(stage) as live:
+            x, output, result = self._forward(stage, 1)
+            gradient = None if stage.last else [torch.ones_like(result)]
+            passed = stage_backward_input([result], gradient, [x], iter(stage.parameters()))
+            if stage.last:  # PyTorch's stage frees them
+                del output, result
+            now = live.now
+        del passed
+        return now
 
-    Compressed activations are not counted, so that the prediction is then too low.
-    """
-    kept = model_bytes(config, vocab=vocab, autocast=autocast)
-    batch = batch_bytes(config, vocab=vocab, autocast=autocast)
-    if config.activations.plan or min(config.activations.bits) < 16:
-        batch = replace(batch, layers=(Line(),) * len(batch.layers))
-    held = held_batches(config, layout)
-    return [rank_bytes(kept, batch, layout, rank, rows=config.rows, held=held) for rank in range(layout.ranks)]
+    def _forward(self, stage: StageModule, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a stage's input, its output, which a pipeline holds as well, and the loss on the last stage."""
+        shape = (rows, self.config.data.sequence)
+        ids = torch.zeros(shape, dtype=torch.int64)
+        x = ids if stage.first else torch.randn(*shape, stage.width, dtype=self.boundary, requires_grad=True)
+        output = stage(x, ids) if self.packed else stage(x)
+        return x, output, next_token_loss(output, ids) if stage.last else output
+
+
+@contextlib.contextmanager
+def _one_sample_each() -> Iterator[None]:
+    """Let windows hold one sample: of fake positions Transformers cannot tell, and would make a mask of attention."""
+    from transformers import masking_utils
+
+    own, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, lambda positions: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
 
 
 def rank_bytes(
-    kept: ModelBytes, batch: BatchBytes, layout: PipelineLayout, rank: int, *, rows: int, held: InFlight
-) -> int:
+    kept: ModelBytes, batch: Callable[[Saves], BatchBytes], layout: PipelineLayout, rank: int, *, rows: int,
+    held: InFlight, saved: Sequence[Sequence[Saves]],
+) -> int:  # fmt: skip
     """Predict the most bytes of a rank: what it keeps, and what micro-batches of `rows` windows take.
 
     An evaluation takes less, since it runs as many windows at a time and keeps nothing.
+
+    Args:
+        saved: what each layer of each stage saves.
     """
     last, stages = layout.stages - 1, layout.stages_of(rank)
-    of_stage = {s: batch.held(layout.layers_of(s), first=s == 0, last=s == last).of(rows) for s in stages}
-    worst = max(sum(moment.held[s] * of_stage[s] for s in stages) for moment in held.moments[rank])
-    extra = batch.extra_last if last in stages else batch.extra
-    return kept.rank(layout, rank).total + worst + extra.of(rows)
+    of_stage: dict[int, Line] = {}
+    extra = 0
+    for s in stages:
+        every = [batch(saves) for saves in saved[s]]
+        parts = [each.layers[layer] for each, layer in zip(every, layout.layers_of(s), strict=True)]
+        of_stage[s] = sum(parts, every[0].ends(first=s == 0, last=s == last))
+        if held.stays(s):  # its output counts as the next stage's input
+            of_stage[s] -= every[0].output
+        extra = max(extra, *((each.extra_last if last in stages else each.extra).of(rows) for each in every))
+    worst = max(
+        sum(m.held[s] * of_stage[s].of(rows) + m.halfway[s] * rows * of_stage[s].halfway for s in stages)
+        for m in held.moments[rank]
+    )
+    return kept.rank(layout, rank).total + worst + extra
 
 
 def held_batches(config: TrainConfig, layout: PipelineLayout) -> InFlight:

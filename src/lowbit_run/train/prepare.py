@@ -16,13 +16,7 @@ from lowbit.codecs import Codec
 from lowbit.collectives.reduce import check_summable
 from lowbit.wire.pytorch import version
 from lowbit_run.config import ConfigError
-from lowbit_run.train.activations import (
-    Policies,
-    StageOfPlan,
-    bits_by_stage,
-    planned_settings,
-    saved_policies,
-)
+from lowbit_run.train.activations import Policies
 from lowbit_run.train.boundaries import Codecs, codec_of, make_codecs
 from lowbit_run.train.checkpoints.manifest import (
     FOLDER,
@@ -38,11 +32,13 @@ from lowbit_run.train.device import choose_autocast, choose_backend, choose_devi
 from lowbit_run.train.elastic import check_elastic
 from lowbit_run.train.fits import check_memory
 from lowbit_run.train.folder import check_output
+from lowbit_run.train.footprint import batch_meter, model_bytes
 from lowbit_run.train.gradients import storage_codec
 from lowbit_run.train.identity import changes_between, check_allowed, refuse, run_identity
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import check_lora, check_pretrained, check_stages, count_layers, hidden_size, vocabulary
 from lowbit_run.train.optim import check_torchao
+from lowbit_run.train.saved import stage_policies
 from lowbit_run.train.schedules import SCHEDULES
 from lowbit_run.train.tied import tied_codec
 from lowbit_run.train.trackers import check_trackers
@@ -116,7 +112,10 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     check_quantization(config)
     data = _load(config, recorded(config.run)[0])
     vocab = vocabulary(config.model, data.tokenizer.size)
-    activations = _policies(config, layout, vocab)
+    autocast = choose_autocast(config.run.precision, device)
+    counts: dict[str, Any] = {"vocab": vocab, "autocast": autocast}
+    kept, batch = model_bytes(config, **counts), batch_meter(config, **counts)
+    activations = stage_policies(config, layout, kept, batch, vocab=vocab)
     schedule = config.pipeline.schedule
     # Before 2.13, PyTorch frees the saved tensors of a `torch.autograd.Function` between the two parts of a split pass.
     if any(activations) and SCHEDULES[schedule].splits and version() < (2, 13):
@@ -124,9 +123,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
             f"pipeline.schedule is {schedule!r}; with activations.bits below 16 it needs PyTorch 2.13 or newer, here is"
             f" {torch.__version__}; allowed: a schedule without weight passes, such as 1F1B"
         )
-    check_memory(
-        config, layout, ranks=ranks, vocab=vocab, device=device, autocast=choose_autocast(config.run.precision, device)
-    )
+    check_memory(config, layout, ranks=ranks, vocab=vocab, device=device, autocast=autocast)
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
     if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together
@@ -135,24 +132,6 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
         config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
         tied_rows=tied_rows, data=data, vocab=vocab, device=device, backend=backend, identity=identity,
     )  # fmt: skip
-
-
-def _policies(config: TrainConfig, layout: PipelineLayout, vocab: int) -> Policies:
-    saved, settings = config.activations, planned_settings(config, layout, vocab)
-    if config.run.method != "agoq":
-        return saved_policies(saved, layout.stages, settings)
-    if not saved.plan:
-        bits = bits_by_stage(config, layout)
-        saved = replace(saved, bits=bits, norm=bits)
-    policies = saved_policies(saved, layout.stages, settings)
-    by_stage = [policy for policy in policies if not isinstance(policy, StageOfPlan)]
-    if len(by_stage) < len(policies):
-        raise ConfigError(
-            f"activations.plan is {saved.plan!r}, a plan by layer, and run.method is agoq; "
-            "allowed: a plan by stage, which leaves attention as it is"
-        )
-    # Without the outliers that norms in 8 bits keep exactly: these are ours, not the paper's.
-    return tuple(policy and replace(policy, outliers=False) for policy in by_stage)
 
 
 def _load(config: TrainConfig, date: str) -> Data:

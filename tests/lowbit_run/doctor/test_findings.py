@@ -16,8 +16,8 @@ from lowbit_run.plan import sizes
 from lowbit_run.train import load
 from lowbit_run.train.device import choose_autocast
 from lowbit_run.train.fits import PROCESS_BYTES
-from lowbit_run.train.footprint import rank_peaks
 from lowbit_run.train.layout import make_layout
+from lowbit_run.train.saved import rank_peaks
 from tests.lowbit_run.train.runs import base
 
 ADDRESSES = "10.0.0.1", "10.0.0.2"

@@ -45,8 +45,8 @@ SIZES = ModelSizes(
     layers=8, width=64, layer_parameters=10_000, first_parameters=5_000, last_parameters=5_000, tied=0,
     layer_flops=1e8, last_flops=0.0,
     kept=ModelBytes(layers=(held(10_000),) * 8, first=held(5_000), last=held(5_000)),
-    batch=BatchBytes(
-        layers=(Line(window=64_000),) * 8, first=NONE, middle=NONE, last=Line(window=32_000), whole=NONE, extra=NONE,
+    batch=lambda saves: BatchBytes(
+        layers=(Line(window=64_000),) * 8, first=NONE, middle=NONE, last=Line(window=32_000), extra=NONE,
         extra_last=Line(window=6400),
     ),
 )  # fmt: skip

@@ -14,7 +14,10 @@ from lowbit.codecs import BlockFloat8
 from lowbit_run.train import ConfigError, StepMetrics, TrainConfig, optim, train
 from lowbit_run.train.activations import planned_settings
 from lowbit_run.train.config import OptimizerConfig
+from lowbit_run.train.footprint import batch_meter, model_bytes
+from lowbit_run.train.layout import make_layout
 from lowbit_run.train.prepare import prepare
+from lowbit_run.train.saved import bits_by_stage, peaks_of
 from lowbit_run.train.trainer import Trainer
 from tests.lowbit_run.train.runs import ONE, again, curve, losses, stopped, tiny
 from tests.processes import Ranks
@@ -108,30 +111,48 @@ def test_a_plan_gives_the_bits_of_each_stage(tmp_path: Path, without_torchao: li
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "bits"),
+    "pipeline",
     [
-        ({"ranks": 2, "microbatches": 4}, (4, 8)),
-        ({"ranks": 4, "microbatches": 8}, (4, 5, 8, 8)),
-        ({"ranks": 4, "microbatches": 8, "layers": [1, 3, 2, 2]}, (8, 4, 8, 8)),
-        ({"ranks": 4, "microbatches": 8, "schedule": "GPipe"}, (4, 4, 4, 4)),
-        ({"ranks": 2, "stages_per_rank": 2, "microbatches": 4, "schedule": "Interleaved1F1B"}, (4, 7, 4, 7)),
+        {"ranks": 4, "microbatches": 8, "layers": [1, 3, 2, 2]},
+        {"ranks": 2, "stages_per_rank": 2, "microbatches": 4, "schedule": "Interleaved1F1B"},
     ],
     ids=str,
 )
-def test_ranks_that_hold_less_save_more_bits(
-    tmp_path: Path, without_torchao: list[Any], pipeline: dict[str, Any], bits: tuple[int, ...]
-):
-    """No rank's inputs take more than those of the fullest rank in 4 bits."""
+def test_ranks_that_take_less_save_more_bits(tmp_path: Path, without_torchao: list[Any], pipeline: dict[str, Any]):
+    """No rank takes more than the fullest one with 4 bits, and none could have one bit more."""
     config = agoq(tmp_path, pipeline={"schedule": "1F1B", **pipeline}, model={"layers": 8})
     prepared = prepare(config, ranks=pipeline["ranks"])
     assert prepared.identity["activations.bits"] == "by stage"
-    found = [policy.bits_of("norm") for policy in prepared.activations if isinstance(policy, LayerAware)]
-    assert tuple(found) == bits
     for policy, kind in itertools.product(prepared.activations, ("mlp", "linear")):
         assert isinstance(policy, LayerAware)
         assert policy.bits_of(kind) == policy.bits_of("norm")
         assert policy.bits_of("attention") == 16
         assert not policy.outliers
+    layout = prepared.layout
+    kept, batch = model_bytes(config, vocab=256, autocast=None), batch_meter(config, vocab=256, autocast=None)
+    bits = bits_by_stage(config, layout, kept, batch)
+    assert bits == tuple(policy.bits_of("norm") for policy in prepared.activations if isinstance(policy, LayerAware))
+
+    def peaks(more: int) -> list[int]:
+        policies = (replace(LayerAware.published(), bits=b, norm=b) for b in (min(8, max(4, b + more)) for b in bits))
+        return peaks_of(config, layout, kept, batch, tuple(policies))
+
+    limit = max(peaks(-4))
+    assert min(bits) == 4
+    for rank, (least, most) in enumerate(zip(peaks(0), peaks(1), strict=True)):
+        assert least <= 1.001 * limit
+        assert most > limit or bits[layout.stages_of(rank)[0]] == 8
+
+
+def test_logits_leave_the_last_rank_fewer_bits(tmp_path: Path, without_torchao: list[Any]):
+    config = agoq(tmp_path, pipeline={"ranks": 2, "microbatches": 4, "schedule": "1F1B"}, model={"layers": 8})
+    layout = make_layout(config.pipeline, ranks=2, layers=8)
+    few, many = (
+        bits_by_stage(config, layout, model_bytes(config, **counts), batch_meter(config, **counts))
+        for counts in ({"vocab": vocab, "autocast": None} for vocab in (16, 1 << 14))
+    )
+    assert few[0] == 4 < few[1]
+    assert many[0] > 4 == many[1]
 
 
 def test_without_torchao_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

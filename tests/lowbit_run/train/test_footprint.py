@@ -1,6 +1,7 @@
 """Predicted memory of stages: counted before loading, and compared with what is loaded."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowbit.activations import LayerAware, LayerChoice, LayerPlan, compress_saved_
 from lowbit_run.config import ConfigError
 from lowbit_run.plan.cluster import Cluster, ClusterLink, Machine
 from lowbit_run.plan.predict import PipelineChoice, Predictor
@@ -17,10 +19,11 @@ from lowbit_run.train import fits
 from lowbit_run.train.config import TrainConfig, from_mapping
 from lowbit_run.train.cut import CUT, Share, attention_of, whole_class
 from lowbit_run.train.fits import check_memory
-from lowbit_run.train.footprint import batch_bytes, held_batches, model_bytes, rank_bytes, rank_peaks
+from lowbit_run.train.footprint import Saves, batch_meter, held_batches, model_bytes, rank_bytes
 from lowbit_run.train.layout import make_layout
 from lowbit_run.train.model import StageModule, next_token_loss
 from lowbit_run.train.optim import make_optimizer
+from lowbit_run.train.saved import rank_peaks
 from lowbit_run.train.weights import build_share
 from tests.lowbit_run.train.test_families import _config
 from tests.refused import refused
@@ -133,26 +136,41 @@ def test_a_tied_embedding_is_on_both_ends_with_one_optimizer(tmp_path: Path):
     assert last.weights == first.weights + 4 * 32 + embedding  # the norm, and the rows as the first rank has them
 
 
-@pytest.mark.parametrize(("lora", "recompute"), [(0, False), (4, False), (0, True), (4, True)])
-def test_what_a_micro_batch_takes_is_what_autograd_keeps(lora: int, recompute: bool, tmp_path: Path):
+def plan_of(**choice: Any) -> LayerPlan:
+    return LayerPlan(stages=((LayerChoice(**choice),),))
+
+
+@pytest.mark.parametrize(
+    ("lora", "recompute", "saves"),
+    [
+        (0, False, None), (4, False, None), (0, True, None), (4, True, None), (0, False, LayerAware()),
+        (0, False, LayerAware.published()), (4, False, LayerAware(bits=8)),
+        (0, False, plan_of(norm=8, mlp=4, linear=4)),
+        (0, False, plan_of(checkpoint=True, input="GroupInt(bits=8, group=64)")),
+    ],
+)  # fmt: skip
+def test_what_a_micro_batch_takes_is_what_autograd_keeps(lora: int, recompute: bool, saves: Saves, tmp_path: Path):
     """With a real pass of the same stage; memory of other libraries is not seen."""
     from lowbit_run.train.footprint import _Live
 
     config = settings(saved("llama", tmp_path), lora={"rank": lora}, activations={"checkpoint": recompute})
-    batch = batch_bytes(config, vocab=0, autocast=torch.bfloat16)
+    batch = batch_meter(config, vocab=0, autocast=torch.bfloat16)(saves)
     for ends in ({"first": True, "last": False}, {"first": False, "last": False}, {"first": False, "last": True}):
         share = Share(layers=frozenset({1, 2, 3}), **ends)
         model = build_share(config, share, vocab=0, device=CPU, autocast=torch.bfloat16)
         stage = StageModule(model, layers=range(1, 4), **ends, autocast=torch.bfloat16)
+        if saves is not None:
+            plan = saves if isinstance(saves, LayerAware) else replace(saves, stages=(saves.stages[0] * 3,))
+            compress_saved_(stage, plan)
         ids = torch.zeros(3, 12, dtype=torch.int64)
         for parameter in stage.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         with _Live(stage) as live:
             x = ids if ends["first"] else torch.randn(3, 12, 32, requires_grad=True)
-            output = stage(x)
-            output = next_token_loss(output, ids) if ends["last"] else output
+            output = stage(x)  # a pipeline holds the logits, too
+            result = next_token_loss(output, ids) if ends["last"] else output
             held = live.now
-            output.backward(torch.ones_like(output))
+            result.backward(torch.ones_like(result))
         assert batch.held(range(1, 4), **ends).of(3) == pytest.approx(held, rel=0.12)
         if recompute:
             peak = batch.held(range(1, 4), **ends).of(3) + (batch.extra_last if ends["last"] else batch.extra).of(3)
@@ -175,10 +193,10 @@ def test_a_rank_needs_what_its_worst_moment_takes_as_a_plan_says(tmp_path: Path)
     config = settings(saved("llama", tmp_path), pipeline=pipeline)
     layout, held = make_layout(config.pipeline, ranks=2, layers=4), in_flight({0: WORST_APART})
     counts: Any = {"vocab": 0, "autocast": None}
-    batch, kept = batch_bytes(config, **counts), model_bytes(config, **counts).rank(layout, 0).total
-    first, later = (batch.held(layout.layers_of(stage), first=stage == 0, last=False).of(2) for stage in (0, 2))
-    need = rank_bytes(model_bytes(config, **counts), batch, layout, 0, rows=2, held=held)
-    assert need == kept + max(3 * first, first + 3 * later) + batch.extra.of(2)
+    batch, kept = batch_meter(config, **counts), model_bytes(config, **counts).rank(layout, 0).total
+    first, later = (batch().held(layout.layers_of(stage), first=stage == 0, last=False).of(2) for stage in (0, 2))
+    need = rank_bytes(model_bytes(config, **counts), batch, layout, 0, rows=2, held=held, saved=[[None]] * 4)
+    assert need == kept + max(3 * first, first + 3 * later) + batch().extra.of(2)
     choice = PipelineChoice(schedule="Interleaved1F1B", stages_per_rank=2, microbatches=4)
     machines = tuple(Machine(name=name, tflops=1.0) for name in "ab")
     cluster, sizes = Cluster(machines, (ClusterLink(mbit=1.0),)), measure_sizes(config, **counts)
