@@ -153,7 +153,8 @@ def test_what_a_micro_batch_takes_is_what_autograd_keeps(lora: int, recompute: b
     """With a real pass of the same stage; memory of other libraries is not seen."""
     from lowbit_run.train.footprint import _Live
 
-    config = settings(saved("llama", tmp_path), lora={"rank": lora}, activations={"checkpoint": recompute})
+    folder = saved("llama", tmp_path, num_key_value_heads=1)
+    config = settings(folder, lora={"rank": lora}, activations={"checkpoint": recompute})
     batch = batch_meter(config, vocab=0, autocast=torch.bfloat16)(saves)
     for ends in ({"first": True, "last": False}, {"first": False, "last": False}, {"first": False, "last": True}):
         share = Share(layers=frozenset({1, 2, 3}), **ends)
@@ -171,10 +172,18 @@ def test_what_a_micro_batch_takes_is_what_autograd_keeps(lora: int, recompute: b
             result = next_token_loss(output, ids) if ends["last"] else output
             held = live.now
             result.backward(torch.ones_like(result))
-        assert batch.held(range(1, 4), **ends).of(3) == pytest.approx(held, rel=0.12)
+        # In the middle nothing differs: grouped keys and values are not repeated, as for a mask.
+        exact = not (lora or recompute or any(ends.values())) and not isinstance(saves, LayerPlan)
+        assert batch.held(range(1, 4), **ends).of(3) == pytest.approx(held, rel=0.02 if exact else 0.12)
         if recompute:
             peak = batch.held(range(1, 4), **ends).of(3) + (batch.extra_last if ends["last"] else batch.extra).of(3)
             assert peak == pytest.approx(live.peak, rel=0.15)
+
+
+def test_experts_in_few_bits_are_counted(tmp_path: Path):
+    meter = batch_meter(settings(saved("qwen3_moe", tmp_path)), vocab=0, autocast=torch.bfloat16)
+    whole, coded = (meter(saves).layers[1].window for saves in (None, LayerAware()))
+    assert 0 < coded < 0.5 * whole
 
 
 def test_micro_batches_are_held_as_the_schedule_says():
