@@ -24,6 +24,7 @@ class Lanes:
         samples: ids of the next training step's batch, for codecs that need them.
         changed: the ranks must agree again, because codecs or their states have been replaced.
         peers: ranks of the neighbours on other ranks, by stage; nothing crosses to other neighbours.
+        group, traffic, drain, sever: those of the transport.
         code_constants: whether constants are coded as activations are, instead of sent exactly.
     """
 
@@ -34,6 +35,8 @@ class Lanes:
         self._stage, self._stages, self._device = stage, stages, device
         self.code_constants = code_constants
         self.transport, self.warmup_steps, self.steps = transport, warmup_steps, 0
+        self.group, self.traffic = transport.group, transport.traffic
+        self.drain, self.sever = transport.drain, transport.sever
         self.samples: Tensor | None = None
         self.peers: Mapping[int, int] = {}
         self.set_codecs(forward, backward)

@@ -7,6 +7,7 @@ On a new one all ranks agree; if layouts are not declared, after each stage has 
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Never
 
 import torch
@@ -33,29 +34,22 @@ class Passes:
     def __init__(
         self, stages: Sequence[HookedStage], group: dist.ProcessGroup, number: int, limit: float, checksums: Checksums
     ) -> None:
-        self._group, self._topic, self._limit = group, f"pipeline {number}", limit
-        self._channels, self._carrier = PIPELINES.channels(number), stages[0].lanes.transport.group
+        carrier, topic, self._limit = stages[0].lanes.group, f"pipeline {number}", limit
+        self._channels, (channel,) = PIPELINES.channels(number), ANNOUNCEMENTS.channels(number)
         # Set only within a pass: the stages refer to this, and a reference back would keep a group's connections open.
         self._stages: Sequence[HookedStage] = ()
         # Read here, not earlier: a V schedule places the stages only after they are created.
-        self._placement, self._rank = dict(stages[0].stage_index_to_group_rank), group.rank()
-        self._source, self._is_source = self._placement[0], stages[0].is_first
-        self._held = [sorted(s for s, r in self._placement.items() if r == rank) for rank in range(group.size())]
-        ranks = dist.get_process_group_ranks(group)
-        self._names = [
-            f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
-            for rank, stages in zip(ranks, self._held, strict=True)
-        ]
-        self._stage_names = [f"rank {ranks[self._placement[i]]} (stage {i})" for i in range(len(self._placement))]
-        self._board = FailureBoard(group, self._topic, self._names, limit)
+        self._places = places = _Places(dict(stages[0].stage_index_to_group_rank), group)
+        self._board = FailureBoard(group, topic, places.names, limit)
         self._checksums = checksums
-        mailbox, (channel,) = Mailbox(self._carrier, checksums, self._board), ANNOUNCEMENTS.channels(number)
-        self._announcements = _Announcements(mailbox, self._source, self._names[self._source], channel)
+        mailbox = Mailbox(carrier, checksums, self._board)
+        self._announcements = _Announcements(mailbox, places.source, places.names[places.source], channel)
+        self._agreements = (Agreement(group, f"{topic}/{i}", limit) for i in count())  # one for each exchange of facts
         self._agreement: Agreement  # the last one
         self._known: dict[Any, int] = {}  # on the rank with the first stage: configurations by kind of batch
         self._agreed: list[Configuration] = []
         self._last: dict[tuple[bool, int], tuple[Configuration, bool]] = {}  # and whether it was used twice in a row
-        self._pass_number = self._rounds = 0
+        self._pass_number = 0
         self._loaded = False  # codec states have been loaded, and the ranks have not compared them
         self._broken = ""
 
@@ -75,7 +69,7 @@ class Passes:
                 conflict = isinstance(error, _Conflict)
                 if conflict or not getattr(error, "on_all_ranks", False):
                     why = str(error) if conflict else f"{self._board.own_name} gave up: {described(error)}"
-                    Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit).give_up(why)
+                    next(self._agreements).give_up(why)
                 raise
             else:
                 body()
@@ -84,7 +78,7 @@ class Passes:
         except BaseException as error:
             self._broken = described(error)
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
-                self._board.give_up(error, self._stages[0].lanes.transport.sever)
+                self._board.give_up(error, self._stages[0].lanes.sever)
             if isinstance(error, _Conflict):
                 raise AgreementError(str(error)) from None
             raise
@@ -96,15 +90,14 @@ class Passes:
     def _begin(self, batch: Batch) -> None:
         self._pass_number += 1
         for stage in self._stages:
-            neighbours = (stage.stage_index - 1, stage.stage_index + 1)
-            peers = {i: rank for i in neighbours if (rank := self._placement.get(i, self._rank)) != self._rank}
-            stage.lanes.begin(self._board, self._pass_number, batch, peers, self._names)
+            peers = self._places.peers(stage.stage_index)
+            stage.lanes.begin(self._board, self._pass_number, batch, peers, self._places.names)
         if any(stage.lanes.changed for stage in self._stages):  # each configuration must be agreed on again
             self._known.clear()
             self._last.clear()
             self._loaded = bool(self._agreed)
         seen, problem = (), ""
-        if self._is_source and not (problem := batch.problem()):
+        if self._places.is_source and not (problem := batch.problem()):
             seen = batch.keys()
         number = self._announced(batch, seen, problem) if self._agreed else None
         if number is None:
@@ -119,7 +112,7 @@ class Passes:
 
     def _end(self, batch: Batch, ahead: bool) -> None:
         for stage in self._stages:
-            stage.lanes.transport.drain()
+            stage.lanes.drain()
         likely, again = self._last[batch.training, batch.micro_batches]
         # Only a configuration that repeats: a receive that is posted in vain takes memory until its message comes.
         if again and ahead:
@@ -139,8 +132,8 @@ class Passes:
             "lowbit version": __version__,
             # Versions differ in which declared tensors they take to need a gradient.
             "torch version": ".".join(torch.__version__.split(".")[:2]),
-            "number of stages": str(len(self._placement)),
-            "stages by rank": str(self._held),
+            "number of stages": str(len(self._places.by_stage)),
+            "stages by rank": str(self._places.held),
             "warm-up steps": str(lanes.warmup_steps),
             "constants": "coded" if lanes.code_constants else "exact",
             **agreed_facts(self._checksums.enabled),
@@ -149,9 +142,9 @@ class Passes:
 
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
         """Announce or receive the number of this pass's configuration; None if it is new."""
-        name = self._names[self._source]
-        facts, traffic = self._facts(batch), self._stages[0].lanes.transport.traffic
-        if self._is_source:
+        name = self._places.names[self._places.source]
+        facts, traffic = self._facts(batch), self._stages[0].lanes.traffic
+        if self._places.is_source:
             number = self._known.get(seen)
             traffic.announced_bytes += self._announcements.send(self._pass_number, [number, problem, facts])
         else:
@@ -177,7 +170,7 @@ class Passes:
         facts = {stage.stage_index: self._identity(stage.lanes) | self._facts(batch) for stage in self._stages}
         for index, layouts in declared.items():
             facts[index][f"declared by stage {index}"] = str(bool(layouts))
-        if self._is_source:  # only it knows the inputs; alike: for each micro-batch, the first one like it
+        if self._places.is_source:  # only it knows the inputs; alike: for each micro-batch, the first one like it
             keys, first = seen[1:], self._stages[0].declared
             as_declared = first is not None and all(
                 [x[:2] for x in given] == [(x.shape, x.dtype) for x in first.inputs] for given, _ in keys
@@ -205,7 +198,7 @@ class Passes:
             first_channel=self._channels.start, most_tensors=max(1, most),
             phases=2 if lanes.steps < lanes.warmup_steps else 1,
         )  # fmt: skip
-        if (taken := configuration.channels(len(self._placement) - 1)) > len(self._channels):
+        if (taken := configuration.channels(len(self._places.by_stage) - 1)) > len(self._channels):
             self._refuse(f"the pipeline has no tags left for another configuration after {number} of them")
         self._channels = self._channels[taken:]
         return configuration
@@ -220,9 +213,8 @@ class Passes:
                 more, fault = stage.lanes.prepare(layouts, training)
                 facts[stage.stage_index] |= more
                 faults.append(fault)
-        self._agreement = Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit)
-        self._rounds += 1
-        return self._agreement.exchange(facts, self._stage_names), "; ".join(filter(None, faults))
+        self._agreement = next(self._agreements)
+        return self._agreement.exchange(facts, self._places.stage_names), "; ".join(filter(None, faults))
 
     def _refuse(self, problem: str) -> Never:
         self._agreement.linger()
@@ -234,23 +226,43 @@ class Passes:
         for micro_batch in variants:
             outputs: Sequence[Any] = ()
             for stage in self._stages:
-                index, inputs = stage.stage_index, outputs
-                peers = stage.lanes.peers
+                index, inputs, lanes = stage.stage_index, outputs, stage.lanes
+                peers = lanes.peers
                 if stage.is_first:
                     inputs = batch.args[micro_batch]
                 elif index - 1 in peers:
                     peer = peers[index - 1]
                     with self._board.blaming(peer):
-                        inputs = receive_layouts(self._carrier, peer, self._names[peer], self._limit)
+                        inputs = receive_layouts(lanes.group, peer, self._places.names[peer], self._limit)
                 outputs = ()
                 if not stage.is_last:  # outputs of the last stage may be anything, as they are not sent
                     outputs = hooks.trial(stage, inputs, batch.kwargs[micro_batch], training=batch.training)
                 if index + 1 in peers:
                     with self._board.blaming(peers[index + 1]):
-                        send_layouts(outputs, self._carrier, peers[index + 1], self._limit)
+                        send_layouts(outputs, lanes.group, peers[index + 1], self._limit)
                 tensors = tuple(layout_of(x) for x in inputs if isinstance(x, Tensor))
                 layouts[index][micro_batch] = Layouts(tensors, tuple(outputs))
         return layouts
+
+
+class _Places:
+    """Ranks of a pipeline's stages (`held`: by rank; `source`: with the first one), and what errors call both."""
+
+    def __init__(self, by_stage: Mapping[int, int], group: dist.ProcessGroup) -> None:
+        self.by_stage, self.rank, self.source = by_stage, group.rank(), by_stage[0]
+        self.is_source = self.rank == self.source
+        ranks = dist.get_process_group_ranks(group)
+        self.held = [sorted(s for s, r in by_stage.items() if r == rank) for rank in range(len(ranks))]
+        self.names = [
+            f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+            for rank, stages in zip(ranks, self.held, strict=True)
+        ]
+        self.stage_names = [f"rank {ranks[by_stage[i]]} (stage {i})" for i in range(len(by_stage))]
+
+    def peers(self, stage: int) -> dict[int, int]:
+        """Ranks of the neighbours on other ranks, by stage."""
+        ranks = {i: self.by_stage.get(i, self.rank) for i in (stage - 1, stage + 1)}
+        return {i: rank for i, rank in ranks.items() if rank != self.rank}
 
 
 class _Conflict(AgreementError):
