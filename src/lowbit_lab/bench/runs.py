@@ -182,16 +182,16 @@ class Runs:
             compute: seconds that a stage waits in a forward pass, with recorded activations; 0: it computes.
         """
         trainer = _trainer(config, stock)
+        prepared = trainer.members.prepared
         if samples:
-            trainer.order = Order(samples=samples, batch=trainer.config.data.batch, seed=trainer.config.run.seed)
+            trainer.order = Order(samples=samples, batch=prepared.config.data.batch, seed=prepared.config.run.seed)
         self._trainers[name], self._steps[name], self._connections[name] = trainer, 0, connections
-        if compute:
-            prepared = trainer.prepared  # contenders that differ in formats share a recording of the same stages
+        if compute:  # contenders that differ in formats share a recording of the same stages
             key = repr((prepared.config.model, prepared.config.data, prepared.layout, prepared.config.run.seed))
             if key not in self._recordings:
                 self._recordings[key] = Recording(prepared, samples or len(prepared.data.train))
             self._devices[name] = Device(trainer, self._recordings[key], compute)
-        if trainer.config.pipeline.is_auto:
+        if prepared.config.pipeline.is_auto:
             if name in self._choosing:
                 self._choosing[name].folder.unlock()
             self._choosing[name] = Run(trainer)
@@ -201,7 +201,8 @@ class Runs:
         for arguments in runs:
             self.open(**arguments)
             run = self._choosing[arguments["name"]]
-            while run.trainer.links.pairs and run.auto is not None and run.auto.choice is None:
+            auto = run.adaptation.auto
+            while run.members.links.pairs and auto is not None and auto.choice is None:
                 self.steps(arguments["name"], 1)
 
     def steps(self, name: str, count: int) -> list[dict[str, Any]]:
@@ -210,7 +211,7 @@ class Runs:
         The time of a step with the formats "auto" includes that of looking at the links after it.
         """
         trainer = self._trainers[name]
-        connect_more(trainer.replicas.pipeline, self._connections[name], timeout=TIMEOUT_SECONDS)
+        connect_more(trainer.members.replicas.pipeline, self._connections[name], timeout=TIMEOUT_SECONDS)
         dist.barrier()
         start = self._steps[name]
         self._steps[name] += count
@@ -230,12 +231,12 @@ class Runs:
 
     def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
         """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""
-        run = self._choosing.get(name)
+        choices = self._choosing[name].observers.choices if name in self._choosing else []
         return {
             "steps": self.steps(name, 1 + count)[1:],
             "evaluation": self.evaluate(name) if evaluate else None,
             "state_bytes": self.state_bytes(name),
-            "chosen": described(run.choices[-1].formats) if run is not None and run.choices else None,
+            "chosen": described(choices[-1].formats) if choices else None,
         }
 
     def held_out_loss(self, name: str) -> float:
@@ -266,14 +267,15 @@ class Runs:
             if dist.get_rank() == 0:
                 report_progress(dataclasses.asdict(metrics))
             enough = passed + metrics.seconds / 2 > seconds  # the next step would end farther from it than this one
-            return gather_json(enough, run.trainer.side)[0]
+            return gather_json(enough, run.members.side)[0]
 
         run.finish(report)
 
     def _evaluate(self, name: str, codecs: Any) -> float:
         trainer = self._trainers[name]
-        batch, batches = trainer.config.data.batch, trainer.config.run.eval_batches
-        held_out = trainer.prepared.data.held_out
+        prepared = trainer.members.prepared
+        batch, batches = prepared.config.data.batch, prepared.config.run.eval_batches
+        held_out = prepared.data.held_out
         return trainer.evaluation.scores(held_out, batch=batch, batches=batches, codecs=codecs)[0]
 
 
@@ -352,9 +354,9 @@ class Device:
 
     def __init__(self, trainer: Trainer, recording: Recording, seconds: float) -> None:
         self.recording, self.seconds = recording, seconds
-        self.rows, self.stages = trainer.config.rows, trainer.layout.stages
+        self.rows, self.stages = trainer.members.config.rows, trainer.members.layout.stages
         self.ids = torch.empty(0, dtype=torch.int64)
-        for index, module in trainer.modules.items():
+        for index, module in trainer.model.modules.items():
             for parameter in module.parameters():
                 parameter.data = torch.empty(0)
             module.forward = _Stage(self, index, module)

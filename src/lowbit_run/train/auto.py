@@ -25,10 +25,11 @@ from lowbit_run.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit_run.train.checkpoints.save import together
 from lowbit_run.train.config import FULL_PRECISION, PipelineConfig
 from lowbit_run.train.layout import Pair, PipelineLayout
-from lowbit_run.train.metrics import StepMetrics
+from lowbit_run.train.metrics import StepMetrics, Work
 
 if TYPE_CHECKING:
-    from lowbit_run.train.trainer import Trainer
+    from lowbit_run.train.members import Members
+    from lowbit_run.train.stages import Pipeline
 
 _FIRST = 5  # steps before the first choice, at least; the very first compiles kernels and does not count
 _USUAL = 10  # steps after a choice whose medians later steps are compared with
@@ -120,7 +121,7 @@ def forecast(
     steps = actions_from(order)
     ranks, counts = [layout.rank_of(stage) for stage in range(layout.stages)], layout.layer_counts
     compute = [
-        timings[rank][0] / pipeline.microbatches * counts[stage] / sum(counts[each] for each in layout.stages_of(rank))
+        timings[rank][0] / pipeline.microbatches * counts[stage] / sum(counts[held] for held in layout.stages_of(rank))
         for stage, rank in enumerate(ranks)
     ]
     crossing = [(ranks[i], ranks[i + 1]) for i in range(layout.stages - 1) if layout.crosses(i)]
@@ -142,13 +143,13 @@ def forecast(
     return seconds
 
 
-def choose(
+def pick_formats(
     predict: Callable[[tuple[str, ...], float], float],
     formats: Mapping[str, tuple[int, int]],
     crosses: Sequence[bool],
     current: tuple[str, ...] | None = None,
 ) -> tuple[tuple[str, ...], dict[str, float]]:
-    """Choose the most exact formats that are about as fast as the fastest.
+    """Pick the most exact formats that are about as fast as the fastest.
 
     The current formats stay if they have more bits than these and are not much slower, or fewer than these and the
     links are not fast enough by a margin.
@@ -178,7 +179,7 @@ def choose(
         mix = max(current, fastest(functools.cache(lambda mix: predict(mix, 1 / _SLOWER)))[0], key=nbytes)
     elif current is not None and timed(current) <= best * _KEEP:
         mix = current
-    return mix, {**{name: timed(each) for name, each in uniform.items()}, "these": timed(mix)}
+    return mix, {**{name: timed(formats_of) for name, formats_of in uniform.items()}, "these": timed(mix)}
 
 
 def described(formats: Sequence[str]) -> str:
@@ -262,27 +263,28 @@ class Auto:
         choice: the last one; None before the first.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer, self._config, self._layout = trainer, trainer.config, trainer.layout
+    def __init__(self, members: "Members", pipeline: "Pipeline") -> None:
+        self._members, self._pipeline = members, pipeline
+        self._config, self._layout = members.config, members.layout
         self.choice: FormatChoice | None = None
-        shape = (self._config.rows, self._config.data.sequence, trainer.pipeline.width)
+        shape = (self._config.rows, self._config.data.sequence, pipeline.width)
         self._formats = usable(AUTO_FORMATS, shape)
         self._sizes = self._formats | usable((FULL_PRECISION,), shape)
-        device = trainer.prepared.device
+        device = members.prepared.device
 
         def coding(text: str) -> list[float]:
             speeds = (coding_speed(codec, shape, device, seconds=0.0) for codec in parse_pair(text))
             return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
 
-        speeds = together(lambda: {text: coding(text) for text in self._sizes}, trainer.side)
-        self._coding = speeds[trainer.rank]
+        speeds = together(lambda: {text: coding(text) for text in self._sizes}, members.side)
+        self._coding = speeds[members.rank]
         # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
-        self._own: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
+        self._timings: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
         self._watch = Watch()
         self._count = 0  # steps since the last choice
-        self._left: int | None = None  # steps before the next look; None: none is announced
-        self._span = 0  # steps whose durations the next choice uses; 0: only the rates are looked at
-        self._doubted = False  # whether a share of these rates was inferred again, from later steps
+        self._steps_to_look: int | None = None  # steps before the next look; None: none is announced
+        self._measured_steps = 0  # whose durations the next choice uses; 0: only the rates are looked at
+        self._rates_rechecked = False  # whether a share of these rates was inferred again, from later steps
 
     def restore(self, stored: Any) -> None:
         """Take over the choice of a checkpoint, unless it has another number of boundaries or unknown formats."""
@@ -295,32 +297,31 @@ class Auto:
         if fits:
             self._use(choice)
 
-    def due(self, metrics: StepMetrics) -> bool:
-        """Note a step, and return whether to look at the links after it; the same on all ranks.
+    def due(self, metrics: StepMetrics, work: Work) -> bool:
+        """Note a step and this rank's work in it; return whether to look at the links after it, the same on all ranks.
 
         A look is announced one step ahead: the step before it must not post receives, whose sizes may change.
         """
         self._count += 1
-        work = self._trainer.work
         if self._count > 1:  # the first step compiles kernels
             passed = work.compute_seconds + work.codec_seconds + work.wait_seconds
             if metrics.step == self._config.codec_warmup_steps + 1:
-                self._own.clear()
-            self._own.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
+                self._timings.clear()
+            self._timings.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
         if self.choice is None:
             left = max(_FIRST - self._count, self._config.codec_warmup_steps - metrics.step)
-        elif not self._trainer.links.pairs:  # one machine
+        elif not self._members.links.pairs:  # one machine
             return False
         else:
             seconds = metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds
             exact = set(self.choice.formats) == {next(iter(self._formats))}
             span = self._watch.note(seconds, min(metrics.waiting.values()), exact=exact)
-            if self._left is None:
+            if self._steps_to_look is None:
                 if span is None:
                     return False
-                self._left, self._span = 2, span
-            self._left = left = self._left - 1
-        self._trainer.pipeline.look_ahead(left != 1)
+                self._steps_to_look, self._measured_steps = 2, span
+            self._steps_to_look = left = self._steps_to_look - 1
+        self._pipeline.look_ahead(left != 1)
         return left <= 0
 
     def looked(self, mbit: Mapping[str, float], seconds: float) -> bool:
@@ -328,21 +329,21 @@ class Auto:
         assert self.choice is not None
         before = self.choice.mbit
         factors = [max(rate / before[name], before[name] / rate) for name, rate in mbit.items() if name in before]
-        self._watch.looked(max(gather_json(seconds, self._trainer.side)))
-        self._left = None
-        if not self._span and max(factors, default=1.0) >= _OTHER_RATE:
-            self._own.clear()
-            self._left, self._span, self._doubted = _FRESH, _FRESH, False
-        elif not self._span and self.choice.share < 1 and not self._doubted:
+        self._watch.looked(max(gather_json(seconds, self._members.side)))
+        self._steps_to_look = None
+        if not self._measured_steps and max(factors, default=1.0) >= _OTHER_RATE:
+            self._timings.clear()
+            self._steps_to_look, self._measured_steps, self._rates_rechecked = _FRESH, _FRESH, False
+        elif not self._measured_steps and self.choice.share < 1 and not self._rates_rechecked:
             # The steps may have been long for another reason. Only once, or formats would go back and forth.
-            self._span, self._doubted = len(self._own), True
-        self._trainer.pipeline.look_ahead(True)
-        return bool(self._span) and self._left is None
+            self._measured_steps, self._rates_rechecked = len(self._timings), True
+        self._pipeline.look_ahead(True)
+        return bool(self._measured_steps) and self._steps_to_look is None
 
-    def choose(
+    def adopt(
         self, step: int, trips: Sequence[Mapping[Pair, float]], rates: Mapping[Pair, float], mbit: dict[str, float]
     ) -> FormatChoice:
-        """Choose the formats after `step` steps on rank 0, and use them on all ranks.
+        """Let rank 0 choose the formats after `step` steps, and use them on all ranks.
 
         Args:
             trips: for each pipeline, seconds of a round trip by pair of its ranks.
@@ -350,18 +351,18 @@ class Auto:
         """
         from lowbit_run.simulate.predict import share_of_rates
 
-        side, ranks, boundaries = self._trainer.side, self._layout.ranks, self._layout.stages - 1
-        own = list(self._own)[-self._span :]  # all for the first choice
-        compute, rest, measured = (statistics.median(values) for values in zip(*own, strict=True))
+        side, ranks, boundaries = self._members.side, self._layout.ranks, self._layout.stages - 1
+        timed = list(self._timings)[-self._measured_steps :]  # all for the first choice
+        compute, rest, measured = (statistics.median(values) for values in zip(*timed, strict=True))
         timings = gather_json([compute, rest, self._coding], side)
         decided: Any = None
-        if self._trainer.rank == 0:
+        if self._members.rank == 0:
             forecasts = [
                 forecast(
                     self._layout, self._config.pipeline, timings[first : first + ranks], self._sizes,
                     trips[first // ranks], {(a - first, b - first): rate for (a, b), rate in rates.items()},
                     checksum=CHECKSUM_BYTES * self._config.run.checksums,
-                    rest=min(rest for _, rest, _ in timings), overlapped=self._trainer.prepared.device.type == "cuda",
+                    rest=min(rest for _, rest, _ in timings), overlapped=self._members.prepared.device.type == "cuda",
                     whole=self._config.checkpoints,
                 )
                 for first in range(0, len(timings), ranks)
@@ -379,15 +380,16 @@ class Auto:
                 any((first + rank_of(i), first + rank_of(i + 1)) in rates for first in range(0, len(timings), ranks))
                 for i in range(boundaries)
             ]
-            formats, predicted = choose(
+            formats, predicted = pick_formats(
                 lambda mix, factor: seconds(mix, share * factor), self._formats, linked,
                 None if self.choice is None else before,
             )  # fmt: skip
             decided = asdict(
                 FormatChoice(
                     step=step, formats=formats, predicted=predicted, mbit=mbit, share=share,
-                    change=None if self.choice is None else self._watch.change(self._span),
-                    round_trip=max(max(each.values()) for each in trips), compute=[each[0] for each in timings],
+                    change=None if self.choice is None else self._watch.change(self._measured_steps),
+                    round_trip=max(max(pipeline.values()) for pipeline in trips),
+                    compute=[compute for compute, *_ in timings],
                 )
             )  # fmt: skip
         decided = gather_json(decided, side)[0]
@@ -397,9 +399,9 @@ class Auto:
         return choice
 
     def _use(self, choice: FormatChoice, *, same: bool = False) -> None:
-        self.choice, self._left, self._span, self._count = choice, None, 0, 0
-        self._own.clear()
+        self.choice, self._steps_to_look, self._measured_steps, self._count = choice, None, 0, 0
+        self._timings.clear()
         self._watch.restart()
         if not same:
-            self._trainer.pipeline.use_codecs(codecs_of(choice.formats))
-        self._trainer.pipeline.look_ahead(True)
+            self._pipeline.use_codecs(codecs_of(choice.formats))
+        self._pipeline.look_ahead(True)

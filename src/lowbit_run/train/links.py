@@ -8,6 +8,7 @@ or BBR, but never take connections away, so that nothing goes back and forth.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,12 +24,12 @@ from lowbit.wire.connections import (
     segments,
     set_congestion_control,
 )
-from lowbit.wire.messages import gather_json
+from lowbit.wire.messages import gather_json, neighbours, round_trip, send_rate, take_rate
 from lowbit.wire.pytorch import default_group
-from lowbit_run.train.layout import PipelineLayout
+from lowbit_run.train.layout import Pair, PipelineLayout
 
 if TYPE_CHECKING:
-    from lowbit_run.train.trainer import Trainer
+    from lowbit_run.train.members import Members
 
 
 OUTSIDE = -1
@@ -38,6 +39,7 @@ _COUNTS = (4, 16)  # tried in this order
 _FASTER = 1.25  # by which the slowest link must gain for more connections
 _EARLY = (3, 10, 30)  # steps after which links are looked at, in addition to every `_EVERY`
 _EVERY = 100
+_TRIAL_SECONDS = 1.0  # of the probe of a link with another number of connections
 
 
 def link_name(source: int, target: int) -> str:
@@ -105,6 +107,77 @@ class Links:
             yield from permutations(range(place, self._pipelines * ranks, ranks), 2)
 
 
+class Probes:
+    """Measures distances and rates of a run; every rank makes one and calls the same methods.
+
+    Attributes:
+        trips: for each pipeline, seconds of a round trip by pair of neighbours.
+        rates: Mbit/s by (sender, receiver) ranks of the run on different machines, as last measured.
+    """
+
+    def __init__(self, members: "Members") -> None:
+        self._members = members
+        self._messages = cache(members.messages)  # opened once: a group has a limited number of conversations
+        self.trips = self.measure_distance()
+        self.rates: dict[Pair, float] = {}
+
+    @property
+    def round_trip(self) -> float | None:
+        """Longest round trip between neighbours of a pipeline, in seconds; None on one rank."""
+        return max((seconds for pipeline in self.trips for seconds in pipeline.values()), default=None)
+
+    def measure_distance(self) -> list[dict[Pair, float]]:
+        """Measure round trips between neighbours of each pipeline, in seconds."""
+        ranks = self._members.layout.ranks
+        if ranks == 1:
+            return []
+        messages = self._messages("distance")
+        own = [
+            (other, round_trip(messages, other).seconds)
+            for pair in neighbours(messages.ranks) for other in pair if messages.rank in pair and other != messages.rank
+        ]  # fmt: skip
+        trips: list[dict[Pair, float]] = [{} for _ in range(self._members.replicas.count)]
+        for rank, measured in enumerate(gather_json(own, self._members.side)):
+            pipeline, place = divmod(rank, ranks)
+            for other, seconds in measured:
+                trips[pipeline][min(place, other), max(place, other)] = seconds
+        return trips
+
+    def update_rates(self) -> None:
+        """Measure the links again, also for metrics and the progress display."""
+        self.rates = self.measure_links()
+        self.publish()
+
+    def publish(self) -> None:
+        """Let metrics and the progress display have the rates."""
+        links = self._members.links
+        links.rates.update(links.by_link(self.rates))
+
+    def slowest_rate(self) -> float:
+        """Measure the links again, and return the lowest rate in Mbit/s; 0 if no pipeline crosses one."""
+        self.rates = self.measure_links(seconds=_TRIAL_SECONDS)
+        return min(self.rates.values(), default=0.0)
+
+    def measure_links(self, seconds: float = 0.0) -> dict[Pair, float]:
+        """Measure Mbit/s between neighbours on different machines for at least `seconds`, by (sender, receiver)."""
+        links, ranks, index = self._members.links, self._members.layout.ranks, self._members.replicas.index
+        if not links.pairs:
+            return {}
+        first, trips = index * ranks, self.trips[index] if self.trips else {}
+        messages, machine_of = self._messages("probe"), links.machine_of[first : first + ranks]
+        own = []
+        for pair in neighbours(ranks):
+            if messages.rank in pair and machine_of[pair[0]] != machine_of[pair[1]]:
+                for sender, receiver in (pair, pair[::-1]):
+                    if messages.rank == receiver:
+                        take_rate(messages, sender)
+                    else:
+                        rate = send_rate(messages, receiver, trip=trips[min(pair), max(pair)], seconds=seconds)
+                        own.append((first + sender, first + receiver, rate))
+        gathered = gather_json(own, self._members.side)
+        return {(source, target): rate for measured in gathered for source, target, rate in measured}
+
+
 class Loss(NamedTuple):
     """The share of segments that one rank has to send again, their number, and the rank's congestion control."""
 
@@ -118,7 +191,6 @@ class Connections:
     """Connections of a run; every rank makes one, when the process groups exist.
 
     Args:
-        trainer: of this rank.
         rate: measures Mbit/s of the slowest link between machines; every rank calls it at the same time.
         say: shows a line to the user.
 
@@ -127,12 +199,11 @@ class Connections:
         control: congestion control of the ranks, such as "cubic", or "bbr, cubic" if they differ.
     """
 
-    def __init__(self, trainer: "Trainer", rate: Callable[[], float], say: Callable[[str], None]) -> None:
-        self._trainer, self._rate, self._say = trainer, rate, say
-        self._timeout = trainer.config.run.timeout_seconds
-        self._wanted = trainer.config.run.connections
+    def __init__(self, members: "Members", rate: Callable[[], float], say: Callable[[str], None]) -> None:
+        self._members, self._rate, self._say = members, rate, say
+        self._wanted = members.config.run.connections
         self._before = Segments(0, 0)
-        self._fixed = self._wanted != "auto" or not trainer.links.pairs
+        self._fixed = self._wanted != "auto" or not members.links.pairs
         self._next, self._pause = 0, _EVERY  # step from which it acts again, and the pause before that
         self._said: set[str] = set()
         self._permitted = False  # BBR, by all machines
@@ -160,7 +231,7 @@ class Connections:
         now = segments()
         loss = Loss(now.since(self._before), now.again - self._before.again, congestion_control(), can_count())
         self._before = now
-        ranks = [Loss(*each) for each in gather_json(loss, self._trainer.side)]
+        ranks = [Loss(*each) for each in gather_json(loss, self._members.side)]
         self.control = ", ".join(sorted({each.control for each in ranks if each.control}))
         if self._fixed:
             return False
@@ -208,7 +279,7 @@ class Connections:
 
     def _use(self, control: str) -> bool:
         """Change the congestion control of all connections of the run; returns whether all ranks could."""
-        side = self._trainer.side
+        side = self._members.side
         of_run = [pair for each in gather_json(ends(), side) for pair in each]
         return all(gather_json(set_congestion_control(control, of_run), side))
 
@@ -225,10 +296,10 @@ class Connections:
         return rate
 
     def _connect(self, count: int) -> None:
-        replicas = self._trainer.replicas
-        groups = [replicas.pipeline or default_group(), replicas.side, self._trainer.side, replicas.across]
+        replicas, timeout = self._members.replicas, self._members.config.run.timeout_seconds
+        groups = [replicas.pipeline or default_group(), replicas.side, self._members.side, replicas.across]
         for group in dict.fromkeys(group for group in groups if group is not None):
-            connect_more(group, count, timeout=self._timeout)
+            connect_more(group, count, timeout=timeout)
         self.count = count
         if self.control == FASTER:  # not that of new connections
             self._use(FASTER)

@@ -24,7 +24,10 @@ from lowbit_run.train.boundaries import Codecs
 from lowbit_run.train.evaluate import evaluated
 
 if TYPE_CHECKING:
-    from lowbit_run.train.trainer import Trainer
+    from lowbit_run.train.evaluate import HeldOutEvaluation
+    from lowbit_run.train.members import Members
+    from lowbit_run.train.stages import Pipeline
+    from lowbit_run.train.tied import TiedWeights
 
 AFTER = (16, 32, 64)
 """Steps after the warm-up at which the cost is measured."""
@@ -78,13 +81,16 @@ def judged(step: int, goal: float, differences: list[tuple[float, float]]) -> Ch
 class Rates:
     """Chooses, checks and raises the rates of a run with goals; every rank makes one and calls the same methods."""
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self._trainer, self._warmup, self._chosen = trainer, trainer.config.codec_warmup_steps, False
-        codecs, layout = trainer.pipeline.codecs, trainer.layout
+    def __init__(
+        self, members: "Members", pipeline: "Pipeline", tied: "TiedWeights", evaluation: "HeldOutEvaluation"
+    ) -> None:
+        self._members, self._pipeline, self._tied, self._evaluation = members, pipeline, tied, evaluation
+        self._warmup, self._chosen = members.config.codec_warmup_steps, False
+        codecs, layout = pipeline.codecs, members.layout
         self._goals = {place: goal for place, goal in codecs.goals.items() if layout.crosses(place[1])}
         self._nats = wanted_nats(codecs)
         after = () if self._nats is None else AFTER
-        self._checks = [step for each in after if (step := self._warmup + each) < trainer.config.run.steps]
+        self._checks = [step for each in after if (step := self._warmup + each) < members.config.run.steps]
 
     @contextmanager
     def choosing(self, step: int) -> Iterator[None]:
@@ -92,20 +98,20 @@ class Rates:
         if self._chosen or not self._goals or step != self._warmup:
             yield
             return
-        trainer, samples = self._trainer, {}
-        modules = {stage: module for stage, module in trainer.modules.items() if stage + 1 < trainer.layout.stages}
+        pipeline, boundaries, samples = self._pipeline, self._members.layout.stages - 1, {}
+        modules = {stage: module for stage, module in pipeline.modules.items() if stage < boundaries}
         hooks = [module.register_forward_hook(partial(_note, samples, stage)) for stage, module in modules.items()]
-        trainer.pipeline.look_ahead(False)
+        pipeline.look_ahead(False)
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        part, timeout = 1 / (trainer.layout.stages - 1), trainer.config.run.timeout_seconds
-        choose = partial(choose_rate, part=part, group=trainer.side, timeout=timeout)
+        timeout = self._members.config.run.timeout_seconds
+        choose = partial(choose_rate, part=1 / boundaries, group=self._members.side, timeout=timeout)
         goals = self._goals.items()
         self._use({(way, i): choose(goal, *samples.get(i, ()), backward=way == "backward") for (way, i), goal in goals})
-        trainer.pipeline.look_ahead(True)
+        pipeline.look_ahead(True)
 
     def chosen(self) -> dict[str, str]:
         """Return the formats with chosen rates, by boundary and direction; equal on all ranks."""
@@ -142,16 +148,16 @@ class Rates:
         A check is announced one step ahead: the step before it must not post receives, whose sizes may change.
         """
         if done + 1 in self._checks:
-            self._trainer.pipeline.look_ahead(False)
+            self._pipeline.look_ahead(False)
         return done in self._checks
 
     def check(self, done: int) -> Check:
         """Measure the cost, and raise the rates of all ranks if it is too high."""
-        trainer, pipeline = self._trainer, self._trainer.pipeline
+        pipeline = self._pipeline
         assert self._nats is not None
         own = judged(done, self._nats, self._differences())
         # Each pipeline has its own samples and so its own cost; the worst counts for all.
-        costs = gather_json([own.cost, own.error, own.bits], trainer.side)
+        costs = gather_json([own.cost, own.error, own.bits], self._members.side)
         cost, error, bits = max(costs, key=lambda each: (each[2], each[0]))
         reached = True
         if bits:
@@ -163,7 +169,7 @@ class Rates:
 
     def _use(self, changed: Mapping[tuple[str, int], Codec]) -> None:
         """Use other codecs at some boundaries, by direction and boundary."""
-        pipeline, self._chosen = self._trainer.pipeline, True
+        pipeline, self._chosen = self._pipeline, True
         forward, backward = (
             tuple(changed.get((way, i), codec) for i, codec in enumerate(getattr(pipeline.codecs, way)))
             for way in ("forward", "backward")
@@ -171,21 +177,21 @@ class Rates:
         pipeline.use_codecs(Codecs(forward=forward, backward=backward), keep_state=True)
 
     def _codec(self, way: str, boundary: int) -> TransformQuant:
-        return getattr(self._trainer.pipeline.codecs, way)[boundary]
+        return getattr(self._pipeline.codecs, way)[boundary]
 
     def _layer(self, boundary: int) -> int:
-        return self._trainer.layout.layers_of(boundary)[-1]
+        return self._members.layout.layers_of(boundary)[-1]
 
     def _differences(self) -> list[tuple[float, float]]:
         """Return each batch's loss increase by codecs, in nats, and its tokens; the same on all ranks of a pipeline."""
-        trainer, data, rows = self._trainer, self._trainer.prepared.data, self._trainer.config.rows
+        data, rows = self._members.prepared.data, self._members.config.rows
         windows = data.held_out if len(data.held_out) >= rows else data.train
         if not (batches := min(BATCHES, len(windows) // rows)):
             return []
-        with trainer.tied.exact(windows.batch(evaluated(windows, batch=rows, batches=batches))[0]):
+        with self._tied.exact(windows.batch(evaluated(windows, batch=rows, batches=batches))[0]):
             exact, coded = (
-                trainer.evaluation.sums(windows, batch=rows, batches=batches, codecs=codecs)
-                for codecs in (None, trainer.pipeline.codecs.forward)
+                self._evaluation.sums(windows, batch=rows, batches=batches, codecs=codecs)
+                for codecs in (None, self._pipeline.codecs.forward)
             )
         pairs = [(float(a[0]), float(b[0]), float(a[1])) for a, b in zip(exact, coded, strict=True)]
         return [((b - a) / count, count) for a, b, count in pairs if count]

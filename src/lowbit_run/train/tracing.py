@@ -12,7 +12,8 @@ from lowbit.wire.traffic import Trace
 from lowbit_run.train.folder import RunFolder
 
 if TYPE_CHECKING:
-    from lowbit_run.train.trainer import Trainer
+    from lowbit_run.train.members import Members
+    from lowbit_run.train.stages import Pipeline
 
 FOLDER, ALL = "trace", "all-ranks.json.gz"
 _SETTLING = 2  # steps after the warm-up, which set up codecs and caches
@@ -27,50 +28,50 @@ def traced_steps(steps: int, *, start: int, warmup: int, count: int) -> range:
 
 
 class Tracing:
-    """Traces steps of a trainer; every rank makes one and runs the same steps. Rank 0 writes into the folder."""
+    """Traces steps of a run after `start` others; every rank makes one. Rank 0 writes into the folder."""
 
-    def __init__(self, trainer: "Trainer", messages: Messages, folder: RunFolder, steps: range) -> None:
-        self._trainer, self._messages, self._folder, self._steps = trainer, messages, folder, steps
+    def __init__(self, members: "Members", pipeline: "Pipeline", folder: RunFolder, start: int) -> None:
+        run, warmup = members.config.run, members.config.codec_warmup_steps
+        self._messages = Messages(members.side, "trace", timeout=run.timeout_seconds, checksums=run.checksums)
+        self._members, self._pipeline, self._folder = members, pipeline, folder
+        self._steps = traced_steps(run.steps, start=start, warmup=warmup, count=run.trace_steps)
         self._trace = Trace()
         self._before: Trip | None = None
 
     @contextlib.contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Trace what a `with` block does in this step, if it is one of those to trace."""
+    def step(self, step: int) -> Iterator[Trace | None]:
+        """Trace what a `with` block does in this step, and yield the trace, if it is one of those to trace."""
         if step not in self._steps:
-            yield
+            yield None
             return
-        trainer = self._trainer
         if self._before is None:
             self._before = _compare_clocks(self._messages)
-        trainer.trace = self._trace
         with contextlib.ExitStack() as stack:
-            for stage in trainer.pipeline.stages:
+            for stage in self._pipeline.stages:
                 stack.enter_context(self._trace.passes(stage))
-            for stage in trainer.pipeline.lowbit_stages.values():
+            for stage in self._pipeline.lowbit_stages.values():
                 stage.traffic.trace = self._trace
             try:
-                yield
+                yield self._trace
             finally:
-                trainer.trace = None
-                for stage in trainer.pipeline.lowbit_stages.values():
+                for stage in self._pipeline.lowbit_stages.values():
                     stage.traffic.trace = None
         if step == self._steps[-1]:
             self._write()
 
     def _write(self) -> None:
         assert self._before is not None
-        trainer, clocks = self._trainer, (self._before, _compare_clocks(self._messages))
-        first = trainer.replicas.index * trainer.layout.ranks  # rank 0 of this pipeline
+        members, clocks = self._members, (self._before, _compare_clocks(self._messages))
+        first = members.replicas.index * members.layout.ranks  # rank 0 of this pipeline
         offset = sum(clock.offset for clock in clocks) // 2  # the same for all spans, so that they keep their lengths
         spans = [  # on the clock of rank 0; peers become ranks of the whole run
             [s.name, None if s.peer is None else first + s.peer, s.begin + offset, s.end + offset, s.about]
             for s in self._trace.spans
         ]
         error = max(abs(clock.offset - offset) + clock.error for clock in clocks)
-        gathered = gather_json({"spans": spans, "clock_error_ns": error}, trainer.side)
+        gathered = gather_json({"spans": spans, "clock_error_ns": error}, members.side)
         self._trace.spans.clear()
-        if trainer.rank != 0:
+        if members.rank != 0:
             return
         names = {f"{FOLDER}/rank-{rank}.json.gz": {rank: of_rank} for rank, of_rank in enumerate(gathered)}
         names[f"{FOLDER}/{ALL}"] = dict(enumerate(gathered))

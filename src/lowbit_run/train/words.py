@@ -29,7 +29,7 @@ class Words:
     """
 
     def __init__(self, trainer: "Trainer") -> None:
-        config, data = trainer.config, trainer.prepared.data
+        config, data = trainer.members.config, trainer.members.prepared.data
         self._trainer, self.missing = trainer, ""
         self._count = min(_COUNT, config.data.sequence // 2)
         self._prompt = _prompt_of(config, data, min(_LONGEST, config.data.sequence - self._count))
@@ -41,16 +41,17 @@ class Words:
 
         The formats between the stages are those of training. All ranks of the first pipeline call it.
         """
-        trainer, tokenizer = self._trainer, self._trainer.prepared.data.tokenizer
-        if not (self._prompt and self._count) or trainer.replicas.index:
+        trainer, members = self._trainer, self._trainer.members
+        data, config = members.prepared.data, members.config
+        if not (self._prompt and self._count) or members.replicas.index:
             return {}
         with contextlib.ExitStack() as rows:
             ids = trainer.evaluation.continued(
-                self._prompt, self._count, codecs=trainer.pipeline.codecs.forward, vocab=tokenizer.size,
-                ends=_ends(trainer.prepared.data), seconds=min(_SECONDS, trainer.config.run.timeout_seconds / 4),
-                follow=lambda new: rows.enter_context(trainer.tied.exact(new)),
+                self._prompt, self._count, codecs=trainer.pipeline.codecs.forward, vocab=data.tokenizer.size,
+                ends=_ends(data), seconds=min(_SECONDS, config.run.timeout_seconds / 4),
+                follow=lambda new: rows.enter_context(trainer.model.tied.exact(new)),
             )  # fmt: skip
-        inner = tokenizer.hugging_face()
+        inner = data.tokenizer.hugging_face()
         prompt, words = (str(inner.decode(each, skip_special_tokens=True)) for each in (self._prompt, ids))
         return {"prompt": shown(prompt[-_SHOWN:]), "words": shown(words[:_SHOWN])}
 

@@ -159,7 +159,7 @@ def test_a_plan_is_for_the_layers_of_each_stage():
 
 def trained_with(config: TrainConfig) -> tuple[list[float], set[tuple[str, int]]]:
     """Losses of a rank, and the bits of its modules by layer type."""
-    (module,) = Trainer(prepare(config, ranks=2)).modules.values()
+    (module,) = Trainer(prepare(config, ranks=2)).model.modules.values()
     layers = [vars(m)["_lowbit_saved"] for m in module.modules() if "_lowbit_saved" in vars(m)]
     codecs = [(layer.kind, layer.shared.codec(layer.kind, layer.name)) for layer in layers if layer.kind]
     return runs.losses(config), {(kind, codec.bits if codec else 16) for kind, codec in codecs}

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowbit_run.train import StepMetrics, TrainConfig, from_mapping, train, trainer
+from lowbit_run.train import StepMetrics, TrainConfig, from_mapping, members, train
 from lowbit_run.train.metrics import read_metrics
 
 # Always the same, so that no change elsewhere moves a sum by its last bit.
@@ -95,7 +95,7 @@ def stopped(config: TrainConfig, after: int) -> TrainConfig:
 @contextlib.contextmanager
 def own_machines() -> Iterator[None]:
     """Each rank seems to be on a machine of its own."""
-    with mock.patch.object(trainer, "machine_name", return_value=f"machine of rank {dist.get_rank()}"):
+    with mock.patch.object(members, "machine_name", return_value=f"machine of rank {dist.get_rank()}"):
         yield
 
 

@@ -50,7 +50,7 @@ def test_a_split_backward_needs_a_newer_pytorch(tmp_path: Path, monkeypatch: pyt
 def compressed(config: TrainConfig) -> list[set[int]]:
     """Bits of each stage of a rank."""
     found = []
-    for module in Trainer(prepare(config, ranks=1)).modules.values():
+    for module in Trainer(prepare(config, ranks=1)).model.modules.values():
         layers = [vars(m)["_lowbit_saved"] for m in module.modules() if "_lowbit_saved" in vars(m)]
         found.append({layer.shared.codec(layer.kind, layer.name).bits for layer in layers if layer.kind})
     return found

@@ -50,9 +50,9 @@ def trained(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Train
     trainers: list[Trainer] = []
     step = Trainer.step
 
-    def noting(self: Trainer, done: int) -> StepMetrics:
+    def noting(self: Trainer, *args: Any) -> StepMetrics:
         trainers.append(self)
-        return step(self, done)
+        return step(self, *args)
 
     monkeypatch.setattr(Trainer, "step", noting)
     found = losses(config)
@@ -62,10 +62,10 @@ def trained(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Train
 def test_one_setting_turns_on_all_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_torchao: list[Any]):
     config = agoq(tmp_path, pipeline=ONE)
     trainer, found = trained(config, monkeypatch)
-    assert trainer.prepared.activations == (LayerAware.published(),)
-    assert trainer.prepared.storage == trainer.prepared.all_reduce == BlockFloat8()
-    assert trainer.gradients.storage is not None
-    assert trainer.gradients.storage.codec == BlockFloat8()
+    assert trainer.members.prepared.activations == (LayerAware.published(),)
+    assert trainer.members.prepared.storage == trainer.members.prepared.all_reduce == BlockFloat8()
+    assert trainer.model.gradients.storage is not None
+    assert trainer.model.gradients.storage.codec == BlockFloat8()
     assert [made.states for made in without_torchao] == ["8bit"]
     plain = losses(again(config, run={"method": "none"}, **PLAIN))
     assert found[0] == pytest.approx(plain[0], rel=1e-6), "forward is exact"
@@ -168,11 +168,11 @@ def test_the_optimizer_has_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
     trainer, _ = trained(agoq(tmp_path, pipeline=ONE, model=LARGE), monkeypatch)
-    assert isinstance(trainer.optimizer, AdamW8bit)
-    for parameter in trainer.parameters:
-        moments = (trainer.optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
+    assert isinstance(trainer.model.optimizer, AdamW8bit)
+    for parameter in trainer.model.gradients.parameters:
+        moments = (trainer.model.optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
         assert {isinstance(m, OptimState8bit) for m in moments} == {parameter.numel() >= 4096}
-    weights = sum(p.nbytes for p in trainer.parameters)
+    weights = sum(p.nbytes for p in trainer.model.gradients.parameters)
     assert trainer.memory()["optimizer"] < 0.7 * weights, "8 bytes a weight otherwise"
 
 

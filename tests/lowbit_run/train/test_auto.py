@@ -20,8 +20,8 @@ from lowbit_lab.network import SlowLink
 from lowbit_run.report.run_files import read_run
 from lowbit_run.report.training import run_page
 from lowbit_run.simulate.predict import share_of_rates
-from lowbit_run.train import TrainConfig, auto, loop, train
-from lowbit_run.train.auto import FormatChoice, Watch, choose, forecast, why
+from lowbit_run.train import TrainConfig, auto, links, train
+from lowbit_run.train.auto import FormatChoice, Watch, forecast, pick_formats, why
 from lowbit_run.train.boundaries import AUTO_FORMATS, usable
 from lowbit_run.train.checkpoints.manifest import read_manifest
 from lowbit_run.train.config import PipelineConfig
@@ -46,7 +46,7 @@ def _slow(*rates: float) -> Callable[[tuple[str, ...], float], float]:
 
 
 def _chosen(*rates: float, current: tuple[str, ...] | None = None, crosses: list[bool] = BOTH) -> tuple[str, ...]:
-    return choose(_slow(*rates), SIZES, crosses, current)[0]
+    return pick_formats(_slow(*rates), SIZES, crosses, current)[0]
 
 
 def test_each_boundary_takes_the_most_exact_format_that_its_link_can_carry():
@@ -82,7 +82,7 @@ def test_a_format_with_more_bits_stays_until_it_is_much_slower():
     assert _chosen(15, 15, current=("a", "a")) == ("a", "a"), "7 % slower"
     assert _chosen(12, 12, current=("a", "a")) == ("b", "b"), "33 % slower"
     assert _chosen(100, 100, current=("d", "d")) == ("a", "a")
-    predicted = choose(_slow(8, 8), SIZES, BOTH)[1]
+    predicted = pick_formats(_slow(8, 8), SIZES, BOTH)[1]
     assert predicted == pytest.approx({"a": 2.0, "b": 1.02, "c": 1.04, "d": 1.06, "these": 1.02})
 
 
@@ -238,7 +238,7 @@ def _links(*mbit: float) -> Iterator[None]:
     """Each rank seems to be on a machine of its own, and links to have these rates in turn; the last one stays."""
     pairs = list(itertools.permutations(range(dist.get_world_size()), 2))
     rates = (dict.fromkeys(pairs, rate) for rate in itertools.chain(mbit, itertools.repeat(mbit[-1])))
-    with own_machines(), mock.patch.object(loop.Run, "_measure_links", side_effect=rates):
+    with own_machines(), mock.patch.object(links.Probes, "measure_links", side_effect=rates):
         yield
 
 

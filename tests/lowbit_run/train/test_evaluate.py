@@ -44,7 +44,7 @@ def _evaluated(config: TrainConfig, bytes_of_rounds: list[int]) -> Any:
         ):
             losses.append(trainer.evaluate())
         done.append(list(events))
-    return -(-len(trainer.prepared.data.held_out) // config.data.batch), losses, done
+    return -(-len(trainer.members.prepared.data.held_out) // config.data.batch), losses, done
 
 
 @pytest.mark.parametrize(("schedule", "per_rank", "legs"), [("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 1)])

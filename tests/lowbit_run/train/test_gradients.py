@@ -68,11 +68,12 @@ def test_nan_stops_the_run_before_the_weights(tmp_path: Path, monkeypatch: pytes
     config = tiny(tmp_path, pipeline=ONE, gradients={"storage": "fp8"})
     step, weights = Trainer.step, []
 
-    def poisoned(self: Trainer, number: int) -> StepMetrics:
+    def poisoned(self: Trainer, number: int, *trace: Any) -> StepMetrics:
+        parameters = self.model.gradients.parameters
         if number == 1:
-            self.parameters[3].register_hook(lambda gradient: gradient * float("nan"))
-        weights.append([self.parameters, [p.detach().clone() for p in self.parameters]])
-        return step(self, number)
+            parameters[3].register_hook(lambda gradient: gradient * float("nan"))
+        weights.append([parameters, [p.detach().clone() for p in parameters]])
+        return step(self, number, *trace)
 
     monkeypatch.setattr(Trainer, "step", poisoned)
     with pytest.raises(RuntimeError, match="step 2: .*the norm of the gradients nan"):

@@ -78,7 +78,7 @@ class Fake:
         self.counts: list[int] = []
         self.control, self.permitted, self.seen = control, permitted, Segments(0, 0)
         side = object()
-        trainer: Any = SimpleNamespace(
+        members: Any = SimpleNamespace(
             config=SimpleNamespace(run=SimpleNamespace(timeout_seconds=9.0, connections=connections)),
             side=side,
             replicas=SimpleNamespace(pipeline=side, side=side, across=None),
@@ -91,7 +91,7 @@ class Fake:
         monkeypatch.setattr(module, "set_congestion_control", self.change)
         monkeypatch.setattr(module, "gather_json", lambda value, group: [value, theirs.get(type(value), theirs[list])])
         rate = lambda: rates[self.control if self.control in rates else (self.counts or [1])[-1]]  # noqa: E731
-        self.connections = Connections(trainer, rate, self.lines.append)
+        self.connections = Connections(members, rate, self.lines.append)
 
     def change(self, name: str, others: Any) -> bool:
         self.control = name if self.permitted else self.control

@@ -130,8 +130,8 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
                 chosen = trainer.rates.chosen()
             if often:
                 found.append(trainer.evaluate())
-        states.append(state.collect(trainer.pipeline, trainer.optimizer)[0])
-        held_out = trainer.prepared.data.held_out
+        states.append(state.collect(trainer.pipeline, trainer.model.optimizer)[0])
+        held_out = trainer.members.prepared.data.held_out
         other = trainer.evaluation.scores(held_out, batch=8, batches=2, codecs=[TransformQuant(bits=9)])[0]
         run.folder.unlock()
     same = {name: torch.equal(value, states[1][name]) for name, value in states[0].items()}

@@ -131,7 +131,10 @@ def test_an_export_that_ends_early_leaves_the_checkpoint_and_begins_again(
         process.join(LIMIT)
         assert process.exitcode == -signal.SIGKILL
 
-    fails = {"os.posix_fallocate": no_room_for_weights, "lowbit_run.train.loop.save_companions": no_room_for_tokens}
+    fails = {
+        "os.posix_fallocate": no_room_for_weights,
+        "lowbit_run.train.save_model.save_companions": no_room_for_tokens,
+    }
     for place, fail in fails.items():
         with mock.patch(place, fail):
             ends_early(on_a_full_disk)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.collectives import DamagedError
 from lowbit.wire.messages import Messages
 from lowbit_run.config import ConfigError
-from lowbit_run.train import TrainConfig, export, loop, train
+from lowbit_run.train import TrainConfig, export, save_model, train
 from lowbit_run.train.config import FAMILIES, ModelConfig
 from lowbit_run.train.cut import Share
 from lowbit_run.train.model import (
@@ -237,7 +237,7 @@ def _train_with_a_slow_disk(config: TrainConfig, seconds: float) -> int:
         time.sleep(seconds)
         (folder / "config.json").write_text("{}")
 
-    with mock.patch.object(loop, "save_config", save):
+    with mock.patch.object(save_model, "save_config", save):
         return train(config).steps
 
 

@@ -115,8 +115,8 @@ print("[rank]", flush=True)
 for name in ("TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     del os.environ[name]
 os.environ |= {"MASTER_PORT": port, "LOWBIT_SECRET": secret}
-from lowbit_run.train import load, loop, trainer
-trainer.machine_name = lambda: machines[int(os.environ["RANK"])]
+from lowbit_run.train import load, loop, members
+members.machine_name = lambda: machines[int(os.environ["RANK"])]
 loop.train(load("run.toml"))
 """
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,12 +61,13 @@ def test_what_is_recorded_is_checked_before_it_is_used(tmp_path: Path, recorded:
     config, used = wide(tmp_path), []
     layout, codecs = make_layout(config.pipeline, ranks=2, layers=4), make_codecs(config.pipeline, 1)
     pipeline = SimpleNamespace(codecs=codecs, use_codecs=lambda codecs, keep_state: used.append(codecs))
-    fake: Any = SimpleNamespace(config=config, layout=layout, pipeline=pipeline)
-    assert "does not record the rate of TransformQuant(bits='auto', " in rates.Rates(fake).restore(4, recorded)
-    assert rates.Rates(fake).restore(3, recorded) == "", "the warm-up is not over"
+    members: Any = SimpleNamespace(config=config, layout=layout)
+    made = partial(rates.Rates, members, pipeline, None, None)  # pyright: ignore[reportArgumentType]
+    assert "does not record the rate of TransformQuant(bits='auto', " in made().restore(4, recorded)
+    assert made().restore(3, recorded) == "", "the warm-up is not over"
     assert not used
     both = [[way, 1, str(goal), 2.5] for (way, _), goal in codecs.goals.items()]
-    assert rates.Rates(fake).restore(4, both) == ""
+    assert made().restore(4, both) == ""
     assert bits({"": repr(used[0].forward[0])}) == {"": 2.5}
 
 

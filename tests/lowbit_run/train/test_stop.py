@@ -17,7 +17,7 @@ from lowbit_run.job.launch import LaunchError, RankProgram, start_one
 from lowbit_run.train import StepMetrics, StoppedError, TrainConfig, train
 from lowbit_run.train.checkpoints.manifest import newest_step
 from lowbit_run.train.checkpoints.save import Checkpoints
-from lowbit_run.train.trainer import Trainer
+from lowbit_run.train.trainer import LocalModel, StepSums, Trainer
 from tests.lowbit_run.train.runs import LIMIT, ONE, RESUME, again, curve, losses, tiny
 from tests.lowbit_run.train.test_launch import _process_of_rank, _wait_for_lines
 from tests.processes import Ranks
@@ -55,7 +55,7 @@ def _signal_in(place: str, config: TrainConfig) -> tuple[str, int]:
     """The signal comes while this rank runs the function `place` for the first time."""
     owner, name = {
         "save": (Checkpoints, "save"),
-        "load": (Trainer, "_build_modules"),
+        "load": (LocalModel, "_build_modules"),
         "evaluate": (Trainer, "evaluate"),
     }[place]
     whole = getattr(owner, name)
@@ -220,6 +220,6 @@ def test_a_checkpoint_is_saved_by_the_clock_of_rank_0_alone(ranks: Ranks, tmp_pa
 
 
 def _with_a_clock_of_its_own(config: TrainConfig) -> None:
-    due = property(lambda trainer: True, lambda trainer, value: None)
-    with mock.patch.object(Trainer, "wants_checkpoint", due) if dist.get_rank() else contextlib.nullcontext():
+    due = property(lambda sums: True, lambda sums, value: None)
+    with mock.patch.object(StepSums, "wants_checkpoint", due) if dist.get_rank() else contextlib.nullcontext():
         train(config)

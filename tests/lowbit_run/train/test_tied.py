@@ -50,8 +50,8 @@ def _handed_over(config: TrainConfig) -> tuple[int, Work, int]:
     with mock.patch.object(Messages, "send", counted_send), mock.patch.object(dist, "all_reduce", counted_reduce):
         trainer.step(1)
     dist.barrier()  # a rank that ends would take its message along
-    inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(1))
-    return sum(sent), trainer.tied.sent, len(inputs.unique())
+    inputs, _ = trainer.members.prepared.data.train.batch(trainer.order.ids(1))
+    return sum(sent), trainer.model.tied.sent, len(inputs.unique())
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8"])
@@ -100,11 +100,11 @@ def _copies(config: TrainConfig) -> tuple[list[float], Tensor, list[Tensor], Ten
     """Losses; this rank's weight, the first stage's as both know it, and the tokens of the step that begins."""
     trainer = Trainer(prepare(config, ranks=2))
     found = [trainer.step(step).loss for step in range(5)]
-    inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(5))
-    trainer.tied.begin_step(inputs, exact=False)
+    inputs, _ = trainer.members.prepared.data.train.batch(trainer.order.ids(5))
+    trainer.model.tied.begin_step(inputs, exact=False)
     dist.barrier()  # a rank that ends would take its message along
-    state = [rows.clone() for rows in trainer.tied.state.values()]
-    return found, trainer.tied.copies[0].detach().clone(), state, inputs.unique()
+    state = [rows.clone() for rows in trainer.model.tied.state.values()]
+    return found, trainer.model.tied.copies[0].detach().clone(), state, inputs.unique()
 
 
 def test_the_first_stage_follows_the_last(ranks: Ranks, tmp_path: Path):
@@ -205,7 +205,7 @@ def _both_copies(config: TrainConfig) -> list[Tensor]:
     for step in range(3):
         trainer.step(step)
     dist.barrier()  # a rank that ends would take its message along
-    return [copy.detach().clone() for copy in trainer.tied.copies]
+    return [copy.detach().clone() for copy in trainer.model.tied.copies]
 
 
 def test_two_copies_on_one_rank_stay_equal_when_pipelines_average_in_few_bits(ranks: Ranks, tmp_path: Path):
@@ -221,8 +221,8 @@ def test_two_copies_on_one_rank_stay_equal_when_pipelines_average_in_few_bits(ra
 def _with_nan(config: TrainConfig) -> None:
     """A gradient of the embedding alone is not finite."""
     trainer = Trainer(prepare(config, ranks=2))
-    if trainer.tied.follower is not None:
-        trainer.tied.follower.register_hook(lambda gradient: gradient * math.inf)
+    if trainer.model.tied.follower is not None:
+        trainer.model.tied.follower.register_hook(lambda gradient: gradient * math.inf)
     trainer.step(0)
 
 

@@ -31,7 +31,7 @@ def _whole(config: TrainConfig) -> str:
     trainer = Trainer(prepare(config, ranks=1))
     for step in range(2):
         trainer.step(step)
-    [module] = trainer.modules.values()
+    [module] = trainer.model.modules.values()
     assert isinstance(module, StageModule)
     ids = list(PROMPT.encode())
     with torch.no_grad():
