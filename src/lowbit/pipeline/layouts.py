@@ -98,9 +98,9 @@ class Batch:
         """Return what layouts depend on: settings (training, autocast), and properties of each micro-batch's inputs."""
         kinds = {x.device.type for x in tree_leaves(self.args) if isinstance(x, Tensor)}
         cast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        given = [[layout_of(x) for x in args if isinstance(x, Tensor)] for args in self.args]
+        layouts = [[layout_of(x) for x in args if isinstance(x, Tensor)] for args in self.args]
         named = [tree_leaves(sorted(kwargs.items())) for kwargs in self.kwargs]
-        inputs = [(_key(layouts), _key(leaves)) for layouts, leaves in zip(given, named, strict=True)]
+        inputs = [(_key(inputs), _key(leaves)) for inputs, leaves in zip(layouts, named, strict=True)]
         return (self.training, *sorted(cast)), *inputs
 
 

@@ -151,15 +151,15 @@ class Passes:
             with traffic.timing("wait_seconds", message="the announcement of the pass"):
                 announcement = self._announcements.receive(self._pass_number)
             number, problem, theirs = _checked(announcement, name)
-            own = self._board.own_name
-            if conflict := contradictions({name: theirs, own: facts}):
+            here = self._board.own_name
+            if conflict := contradictions({name: theirs, here: facts}):
                 raise _Conflict(conflict)
             if number is not None and self._loaded:
-                raise _Conflict(f"the ranks do not agree:\n  codec state: loaded on {own}; not on {name}")
+                raise _Conflict(f"the ranks do not agree:\n  codec state: loaded on {here}; not on {name}")
             if number is not None and number >= len(self._agreed):
                 raise _Conflict(
                     f"the ranks do not agree:\n  configurations so far: more than {number} on {name}; "
-                    f"{len(self._agreed)} on {own}"
+                    f"{len(self._agreed)} on {here}"
                 )
         if problem:
             raise _Refused(problem)
@@ -173,7 +173,7 @@ class Passes:
         if self._places.is_source:  # only it knows the inputs; alike: for each micro-batch, the first one like it
             keys, first = seen[1:], self._stages[0].declared
             as_declared = first is not None and all(
-                [x[:2] for x in given] == [(x.shape, x.dtype) for x in first.inputs] for given, _ in keys
+                [x[:2] for x in inputs] == [(x.shape, x.dtype) for x in first.inputs] for inputs, _ in keys
             )
             alike = json.dumps([keys.index(key) for key in keys])
             facts[0] |= {"alike": alike, "as declared": str(as_declared), "problem": problem}
@@ -182,15 +182,16 @@ class Passes:
             self._refuse(problem)
         alike = _alike(stated[0], batch.micro_batches)
         if stated[0]["as declared"] == "True" and all(
-            each.get(f"declared by stage {index}") == "True" for index, each in stated.items()
+            of_stage.get(f"declared by stage {index}") == "True" for index, of_stage in stated.items()
         ):
             alike, variants = [0] * batch.micro_batches, declared
         else:
+            # A trial costs a forward pass of each stage, so micro-batches that are alike share one.
             variants = self._try_out(batch, sorted(set(alike)))
             stated, fault = self._exchange({index: {} for index in variants}, variants, batch.training)
         if fault:  # it has the same words on all ranks
             self._refuse(fault)
-        most = max(int(each[f"tensors from stage {index}"]) for index, each in stated.items())
+        most = max(int(of_stage[f"tensors from stage {index}"]) for index, of_stage in stated.items())
         layouts = {index: [by_first[i] for i in alike] for index, by_first in variants.items()}
         number, lanes = len(self._agreed), self._stages[0].lanes
         configuration = Configuration(

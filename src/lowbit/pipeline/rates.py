@@ -34,8 +34,8 @@ def choose_rate(
     Raises:
         ValueError: no rank has `x`.
     """
-    own = [] if x is None else [goal.choose(x, gradient, part=part, backward=backward).bits]
-    bits = [each for stated in gather_json(own, group, timeout=timeout) for each in stated]
+    chosen = [] if x is None else [goal.choose(x, gradient, part=part, backward=backward).bits]
+    bits = [one for of_rank in gather_json(chosen, group, timeout=timeout) for one in of_rank]
     if not bits:
         raise ValueError("x is None on all ranks; allowed: activations on at least one")
     return replace(goal.default(), bits=None if None in bits else max(bits))

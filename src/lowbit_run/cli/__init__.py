@@ -32,13 +32,14 @@ def main(
     """
     # PyTorch writes pages of stack traces when a store ends or does not answer; our errors name the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    given = list(sys.argv[1:] if words is None else words)
-    own = _own_process() if words is None else nullcontext()
-    with own, filtered(), one_line_errors("--traceback" in given, tells=_tells(given)):
-        if given[:1] == ["--version"]:
+    process = _own_process() if words is None else nullcontext()
+    words = list(sys.argv[1:] if words is None else words)
+    others_wait = words[:1] in (["train"], ["generate"]) and "--dry-run" not in words
+    with process, filtered(), one_line_errors("--traceback" in words, others_wait=others_wait):
+        if words[:1] == ["--version"]:
             print(f"lowbit {__version__}")
         else:
-            command(program, [word for word in given if word != "--traceback"])
+            command(program, [word for word in words if word != "--traceback"])
         sys.stdout.flush()  # a full disk is an error
 
 
@@ -80,20 +81,15 @@ EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 
-def _tells(words: Sequence[str]) -> bool:
-    """Whether other ranks wait for a rank that these words start."""
-    return words[:1] in (["train"], ["generate"]) and "--dry-run" not in words
-
-
 @contextmanager
-def one_line_errors(traceback: bool, *, tells: bool = False) -> Iterator[None]:
+def one_line_errors(traceback: bool, *, others_wait: bool = False) -> Iterator[None]:
     """Turn an expected error into one line and an exit code.
 
     A wrong value, a bad file or a missing extra exits with 2, a failed run with 1, Ctrl-C with 130, a run that SIGTERM
     ended with 143. Anything else is a bug in lowbit and keeps its traceback.
 
     Args:
-        traceback: let every error through. tells: a rank that refuses its settings tells the others, which wait for it.
+        traceback: let every error through. others_wait: a rank that refuses its settings tells the others why.
     """
     try:
         yield
@@ -110,7 +106,7 @@ def one_line_errors(traceback: bool, *, tells: bool = False) -> Iterator[None]:
         sys.stderr.write(f"{f'rank {rank}: ' if rank else ''}error: {describe(error)}\n")
         sys.stderr.flush()
         if rank:
-            if tells and code == USAGE and not getattr(error, "told", False):
+            if others_wait and code == USAGE and not getattr(error, "told", False):
                 from lowbit_run.job.decline import tell
 
                 tell(describe(error))

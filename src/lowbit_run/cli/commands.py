@@ -108,8 +108,7 @@ class Measurement:
             pairs = list(command.ending(settings))
             if json is not None:
                 page = json.with_suffix(".html")
-                found = [("page", str(page))] if page.exists() else []
-                pairs += [("results", str(json)), *found]
+                pairs += [("results", str(json)), *([("page", str(page))] if page.exists() else [])]
                 pairs += [] if any(name == "next" for name, _ in pairs) else [wrote("", json, _COMPARES)[1]]
             if pairs:
                 print_pairs(pairs)
@@ -299,8 +298,8 @@ class Export:
         settings, options = self.parser(program).resolve(words)
         from lowbit_run.train.from_checkpoint import export
 
-        made = export(options["checkpoint"], Path(settings.output) if settings.output else None)
-        print_pairs(wrote("model", made, 'lowbit generate {} --prompt "..."'))
+        folder = export(options["checkpoint"], Path(settings.output) if settings.output else None)
+        print_pairs(wrote("model", folder, 'lowbit generate {} --prompt "..."'))
 
 
 _HEADINGS = {"stop": "STOPS", "warning": "warning", "note": "note"}
@@ -354,7 +353,8 @@ class Doctor:
 def _show(rows: Sequence[Row], tables: Sequence[Any], ending: str) -> None:
     findings = [row for row in rows if row["kind"] == "finding"]
     count = sum(row["level"] == "stop" for row in findings)
-    print("Nothing would stop the training." if not count else f"{count} of these would stop the training:")
+    number = "1 finding" if count == 1 else f"{count} findings"
+    print(f"{number} would stop the training:" if count else "Nothing would stop the training.")
     for row in findings:
         where = f"{row['machine']}: " if row["machine"] else ""
         text = wrapped(f"{_HEADINGS[row['level']]:<8}{where}{row['what']}", columns(), 8)

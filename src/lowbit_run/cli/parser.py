@@ -100,8 +100,8 @@ class Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(option.lstrip("-"), names, n=1)
             self.error(f"unknown option {option}" + (f"; did you mean {names[close[0]]}?" if close else ""))
         options = vars(known)
-        given = [(key, options.pop(key)) for key in self._keys if key in options]
-        return [(key, ",".join(text) if isinstance(text, list) else text) for key, text in given], options
+        stated = [(key, options.pop(key)) for key in self._keys if key in options]
+        return [(key, ",".join(text) if isinstance(text, list) else text) for key, text in stated], options
 
     def resolve(self, words: Sequence[str], file: str | None = None) -> tuple[Any, dict[str, Any]]:
         """Build the section from a command line; also return the values of other options.
@@ -112,8 +112,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: as `read` and `lowbit_run.config.resolve` do.
         """
-        given, options = self.read(words)
-        return resolve(self.settings, options.get(file) if file else None, given), options
+        stated, options = self.read(words)
+        return resolve(self.settings, options.get(file) if file else None, stated), options
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: a command line is refused in one line."""
@@ -226,8 +226,8 @@ def _metavar(setting: Setting) -> str:
 
 
 def _help(setting: Setting, *more: str) -> str:
-    given = setting.default not in (None, (), "", dataclasses.MISSING)
-    text = setting.explained(f"default: {shown(setting.default)}" if given else "", *more)
+    has_default = setting.default not in (None, (), "", dataclasses.MISSING)
+    text = setting.explained(f"default: {shown(setting.default)}" if has_default else "", *more)
     return text.replace("%", "%%")  # argparse formats it
 
 

@@ -34,8 +34,8 @@ def passed_on() -> Iterator[None]:
         _flush()
         for fd, original in saved:
             os.dup2(original, fd)
-        for each in passing.values():
-            each.close(patience)
+        for forwarded in passing.values():
+            forwarded.close(patience)
 
     _flush()
     for fd in (0, 1, 2):

@@ -202,8 +202,8 @@ def is_own(host: str) -> bool:
     """Whether a name or an address is one of this machine."""
     with contextlib.suppress(OSError, UnicodeError):
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as own:
-            own.bind(address)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
             return True
     return False
 
@@ -346,12 +346,12 @@ def world() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    given = [name for name in names if os.environ.get(name)]
-    if not given or given == ["MASTER_ADDR"] or given == ["MASTER_ADDR", "MASTER_PORT"]:
+    present = [name for name in names if os.environ.get(name)]
+    if not present or present == ["MASTER_ADDR"] or present == ["MASTER_ADDR", "MASTER_PORT"]:
         return 0, 1
-    if missing := [name for name in names if name not in given]:
+    if missing := [name for name in names if name not in present]:
         raise ConfigError(
-            f"the environment has {', '.join(given)} but not {', '.join(missing)}; "
+            f"the environment has {', '.join(present)} but not {', '.join(missing)}; "
             "allowed: all (torchrun sets them) or none"
         )
     try:
@@ -515,5 +515,5 @@ def interface_towards(host: str) -> str | None:
         if target.startswith("127.") or target == address:
             # The first rank's machine would use loopback to reach itself, where no other machine can reach it.
             address = target
-        return next((name for name, own in interfaces().items() if own == address), None)
+        return next((name for name, theirs in interfaces().items() if theirs == address), None)
     return None

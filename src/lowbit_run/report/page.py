@@ -200,12 +200,12 @@ def timeline(spans: Sequence[tuple[str, str, float, float, str]]) -> Figure:
     tracks = list(dict.fromkeys(track for _, track, *_ in spans))
     data, length = [], max((begin + duration for _, _, begin, duration, _ in spans), default=0.0)
     for kind, colors in COLORS.items():
-        own = [span for span in spans if span[0] == kind]
-        if kind != "rest" and sum(span[3] for span in own) > LEAST_SHARE * length:
+        of_kind = [span for span in spans if span[0] == kind]
+        if kind != "rest" and sum(span[3] for span in of_kind) > LEAST_SHARE * length:
             data.append({
-                "type": "bar", "orientation": "h", "name": kind, "y": [span[1] for span in own],
-                "base": [round(span[2], 4) for span in own], "x": [round(span[3], 4) for span in own],
-                "text": [span[4] for span in own], "textposition": "none", "width": 0.8,
+                "type": "bar", "orientation": "h", "name": kind, "y": [span[1] for span in of_kind],
+                "base": [round(span[2], 4) for span in of_kind], "x": [round(span[3], 4) for span in of_kind],
+                "text": [span[4] for span in of_kind], "textposition": "none", "width": 0.8,
                 "meta": {"light": colors[0], "dark": colors[1]},
                 "hovertemplate": "%{text}<br>%{x:.3f} ms from %{base:.3f} ms<extra>%{y}</extra>",
             })  # fmt: skip

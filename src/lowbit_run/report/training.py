@@ -133,7 +133,7 @@ def _held_out(run: RunFiles) -> _Curve:
 
 
 def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
-    """Summaries, side by side; of a run that has none, what its steps tell."""
+    """Show summaries side by side; where there is none, what the steps show."""
     outcomes = [_outcome(run) for run in runs.values()]
     rows = []
     for field, (title, form, unit) in _SUMMARY.items():
@@ -161,12 +161,12 @@ def _outcome(run: RunFiles) -> dict[str, Any]:
 
 
 def _traffic(run: RunFiles) -> Iterator[Part]:
-    each = Counter[str]()
+    in_steps = Counter[str]()
     for line in run.steps:
-        each.update(line.get("parts") or {})
-    parts = run.summary.get("parts") or each
+        in_steps.update(line.get("parts") or {})
+    parts = run.summary.get("parts") or in_steps
     rows = [
-        (name, f"{each[name] / len(run.steps) / 1e6:,.3f}" if each[name] else "–", f"{nbytes / 1e6:,.2f}")
+        (name, f"{in_steps[name] / len(run.steps) / 1e6:,.3f}" if in_steps[name] else "–", f"{nbytes / 1e6:,.2f}")
         for name, nbytes in sorted(parts.items(), key=lambda part: -part[1]) if nbytes
     ]  # fmt: skip
     text = "Sent by all ranks, with checksums, without headers of Gloo, TCP and Ethernet." if rows else ""
@@ -267,9 +267,9 @@ def _machines(run: RunFiles) -> Iterator[Part]:
 
 def differences(settings: Mapping[str, Mapping[str, str]]) -> Part:
     """Make a table of the settings that differ."""
-    keys = dict.fromkeys(key for each in settings.values() for key in each)
-    values = {key: [each.get(key, "–") for each in settings.values()] for key in keys}
-    rows = [(key, *each) for key, each in values.items() if len(set(each)) > 1]
+    keys = dict.fromkeys(key for stated in settings.values() for key in stated)
+    values = {key: [stated.get(key, "–") for stated in settings.values()] for key in keys}
+    rows = [(key, *by_run) for key, by_run in values.items() if len(set(by_run)) > 1]
     return Part(title="Settings that differ", head=("setting", *settings), rows=rows)
 
 
@@ -295,7 +295,7 @@ _CODES = 0.25  # share of a step from which on a cheaper format may pay
 
 
 def verdict(run: RunFiles) -> Iterator[Part]:
-    """Yield three sentences about a run, as far as its files tell; without text if they tell nothing."""
+    """Yield three sentences about a run, as far as its files show; without text if they show nothing."""
     outcome = _outcome(run)
     yield Part(title="In short", text=" ".join([*_ending(outcome), *_reason(run, outcome)]))
 
@@ -307,8 +307,8 @@ def _ending(outcome: Mapping[str, Any]) -> Iterator[str]:
     if not steps or loss is None:
         return
     speed = number(outcome.get("tokens_per_second"))
-    at = f", at {speed:,.0f} tokens a second" if speed else ""
-    yield f"{steps:,.0f} {'step' if steps == 1 else 'steps'} ended with {kind} of {loss:.4f} nats{at}."
+    pace = f", at {speed:,.0f} tokens a second" if speed else ""
+    yield f"{steps:,.0f} {'step' if steps == 1 else 'steps'} ended with {kind} of {loss:.4f} nats{pace}."
 
 
 def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:

@@ -113,9 +113,9 @@ def _counts(moment: Moment) -> tuple[int, ...]:
 
 def undominated(items: Iterable[_Item], numbers: Callable[[_Item], tuple[float, ...]]) -> list[_Item]:
     """The items that no other one matches or undercuts in all numbers, ordered by these; of equal ones the first."""
-    found: list[tuple[tuple[float, ...], _Item]] = []
+    kept: list[tuple[tuple[float, ...], _Item]] = []
     for item in sorted(items, key=numbers):  # whatever undercuts an item comes before it
-        own = numbers(item)
-        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in found):
-            found.append((own, item))
-    return [item for _, item in found]
+        values = numbers(item)
+        if not any(all(a <= b for a, b in zip(other, values, strict=True)) for other, _ in kept):
+            kept.append((values, item))
+    return [item for _, item in kept]

@@ -116,10 +116,10 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
 
 def _unsplit(order: Order) -> Order:
     texts = {rank: (str(action) for action in actions if action is not None) for rank, actions in order.items()}
-    parts = {rank: [part for text in each for part in ACTION.findall(text)] for rank, each in texts.items()}
+    parts = {rank: [part for text in of_rank for part in ACTION.findall(text)] for rank, of_rank in texts.items()}
     return {
-        rank: [f"{stage}{'B' if kind == 'I' else kind}{number}" for stage, kind, number in each if kind != "W"]
-        for rank, each in parts.items()
+        rank: [f"{stage}{'B' if kind == 'I' else kind}{number}" for stage, kind, number in of_rank if kind != "W"]
+        for rank, of_rank in parts.items()
     }
 
 
@@ -320,21 +320,21 @@ def simulate(
     before, after = _each(optimizer, ranks), _each(averaging, ranks)
     count, owner = _checked(actions, len(stages))
     messages = _messages(stages, network, owner.tolist(), count, overlaps_coding)
-    at = {(m.backward, m.boundary, m.micro_batch): m for m in messages}
+    by_place = {(m.backward, m.boundary, m.micro_batch): m for m in messages}
     # Inputs of the first stage have no gradients: PyTorch does everything in the pass for the weights.
-    inputs = [each.backward / 2 if stage else 0.0 for stage, each in enumerate(stages)]
+    inputs = [stage.backward / 2 if index else 0.0 for index, stage in enumerate(stages)]
     seconds = {  # computing, decoding the input and encoding the result, by kind and stage
-        F: [(each.forward, each.decode_forward, each.encode_forward) for each in stages],
-        B: [(each.backward, each.decode_backward, each.encode_backward) for each in stages],
-        I: [(own, each.decode_backward, each.encode_backward) for own, each in zip(inputs, stages, strict=True)],
-        W: [(each.backward - own, 0.0, 0.0) for own, each in zip(inputs, stages, strict=True)],
+        F: [(s.forward, s.decode_forward, s.encode_forward) for s in stages],
+        B: [(s.backward, s.decode_backward, s.encode_backward) for s in stages],
+        I: [(half, s.decode_backward, s.encode_backward) for half, s in zip(inputs, stages, strict=True)],
+        W: [(s.backward - half, 0.0, 0.0) for half, s in zip(inputs, stages, strict=True)],
     }
     parts, tasks = list[tuple[float, float, float]](), list[_Task]()
     steps = zip(actions.stage.tolist(), actions.kind.tolist(), actions.micro_batch.tolist(), strict=True)
     for stage, kind, micro_batch in steps:
         source, target = (stage - 1, stage) if kind == F else (stage, stage - 1)  # boundaries of its input and result
-        needs = None if kind == W else at.get((kind != F, source, micro_batch))
-        sends = None if kind == W else at.get((kind != F, target, micro_batch))
+        needs = None if kind == W else by_place.get((kind != F, source, micro_batch))
+        sends = None if kind == W else by_place.get((kind != F, target, micro_batch))
         computing, decoding, encoding = seconds[kind][stage]
         decoding, encoding = (0.0 if needs is None else decoding), (0.0 if sends is None else encoding)
         parts.append((computing, decoding, encoding))
@@ -412,9 +412,9 @@ def _between_sums(
         return _Message(sender, receiver, channel, network.channels[channel].latency if channel < free else longest)
 
     sums, metrics = [message(0, rank) for rank in others], [message(rank, 0) for rank in others]
-    first = [*(_Task(0.0, sends=each) for each in sums), _Task(before[0]), *programs[0], _Task(after[0])]
+    first = [*(_Task(0.0, sends=message) for message in sums), _Task(before[0]), *programs[0], _Task(after[0])]
     return [
-        first + [_Task(0.0, needs=each) for each in metrics],
+        first + [_Task(0.0, needs=message) for message in metrics],
         *(
             [_Task(before[rank], needs=sums[rank - 1]), *programs[rank], _Task(after[rank], sends=metrics[rank - 1])]
             for rank in others
@@ -477,11 +477,11 @@ def _checked(actions: Actions, stages: int) -> tuple[int, NDArray[np.int32]]:
         raise ValueError("a stage has actions on several ranks; allowed: each stage on one rank")
     position = np.full(len(KINDS) * stages * count, -1, np.int64)
     position[key] = np.arange(len(key))
-    at = position.reshape(len(KINDS), stages, count)
-    back = np.maximum(at[B], at[I])
-    wrong = (back < at[F]) | ((at[W] >= 0) & (at[W] < at[I]))
+    place = position.reshape(len(KINDS), stages, count)
+    back = np.maximum(place[B], place[I])
+    wrong = (back < place[F]) | ((place[W] >= 0) & (place[W] < place[I]))
     local = (owner[:-1] == owner[1:])[:, None]
-    wrong[1:] |= local & (at[F][1:] < at[F][:-1])
+    wrong[1:] |= local & (place[F][1:] < place[F][:-1])
     wrong[:-1] |= local & (back[:-1] < back[1:])
     if wrong.any():
         bad, micro_batch = (int(i[0]) for i in np.nonzero(wrong))

@@ -237,7 +237,7 @@ def encode(samples: Sequence[TextSample], tokenizer: Tokenizer) -> list[Encoded]
         ConfigError: the tokenizer has no end-of-text token, or cannot locate its tokens in a text.
     """
     begin, end = _around([sample for sample in samples if sample.plain], tokenizer)
-    found = []
+    encoded = []
     for sample, (tokens, token_ends, part_ends) in zip(samples, _located(samples, tokenizer), strict=True):
         ids, parts = np.array(tokens, np.uint32), np.searchsorted(part_ends, token_ends)
         last = np.full(len(sample.parts), len(ids))
@@ -249,8 +249,8 @@ def encode(samples: Sequence[TextSample], tokenizer: Tokenizer) -> list[Encoded]
         if sample.plain:
             ids = np.concatenate([np.array(begin, np.uint32), ids, np.array([end], np.uint32)])
             learned = np.concatenate([np.zeros(len(begin), bool), learned, [True]])
-        found.append(Encoded(ids, learned, splits))
-    return found
+        encoded.append(Encoded(ids, learned, splits))
+    return encoded
 
 
 def _around(plain: Sequence[TextSample], tokenizer: Tokenizer) -> tuple[list[int], Any]:

@@ -175,6 +175,7 @@ def pick_formats(
         return sum(sum(formats[name]) for name in formats_of)
 
     mix, best = fastest(timed)
+    # More bits only if slower links would carry them, too; fewer only if they gain much: formats must not alternate.
     if current is not None and nbytes(mix) > nbytes(current):
         mix = max(current, fastest(functools.cache(lambda mix: predict(mix, 1 / _SLOWER)))[0], key=nbytes)
     elif current is not None and timed(current) <= best * _KEEP:
@@ -319,7 +320,7 @@ class Auto:
             if self._steps_to_look is None:
                 if span is None:
                     return False
-                self._steps_to_look, self._measured_steps = 2, span
+                self._steps_to_look, self._measured_steps = 2, span  # the step in between posts no receives
             self._steps_to_look = left = self._steps_to_look - 1
         self._pipeline.look_ahead(left != 1)
         return left <= 0

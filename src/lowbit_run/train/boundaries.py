@@ -34,7 +34,7 @@ def usable(texts: Sequence[str], shape: tuple[int, int, int]) -> dict[str, tuple
             sizes = forward.nbytes(shape), backward.nbytes(shape)
         except ValueError:
             continue
-        if all(sum(sizes) < sum(each) for each in sizes_by_format.values()):
+        if all(sum(sizes) < sum(exacter) for exacter in sizes_by_format.values()):
             sizes_by_format[text] = sizes
     return sizes_by_format
 
@@ -74,7 +74,7 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
         named = [codec_of(f"pipeline.{direction}", text, read=format_of) for text in names]
         named = named if len(named) == boundaries else named[:1] * boundaries
         goals.update({(direction, i): goal for i, goal in enumerate(named) if isinstance(goal, RateGoal)})
-        return tuple(each.default() if isinstance(each, RateGoal) else each for each in named)
+        return tuple(codec.default() if isinstance(codec, RateGoal) else codec for codec in named)
 
     if pipeline.is_auto:  # the most exact format, until the run has chosen
         return codecs_of(AUTO_FORMATS[:1] * boundaries)

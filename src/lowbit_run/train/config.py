@@ -254,7 +254,7 @@ class GradientsConfig:
     which takes less memory."""
     all_reduce: str = "fp8"
     """Format in which gradients are averaged over `pipeline.data_parallel` pipelines, or replicas that come and go.
-    Gradients stored in fp8 are sent between pipelines as stored if this is fp8 as well."""
+    If `storage` is fp8 as well, gradients are sent as they are stored."""
 
 
 @section("elastic")
@@ -422,9 +422,9 @@ class TrainConfig:
                 object.__setattr__(self, name, self._with(name, values))
         replicas, kept = self.pipeline.data_parallel, self.activations
         if kept.checkpoint and kept.coded:
-            given = f"plan is {kept.plan!r}" if kept.plan else "bits, or those of a kind, are below 16"
+            cause = f"plan is {kept.plan!r}" if kept.plan else "bits, or those of a kind, are below 16"
             raise ConfigError(
-                f"activations.checkpoint is true and activations.{given}; allowed: one of the two, or a plan of "
+                f"activations.checkpoint is true and activations.{cause}; allowed: one of the two, or a plan of "
                 "`lowbit plan memory --by layer`, which has checkpoints"
             )
         if self.lora.rank and not self.model.pretrained:
@@ -449,14 +449,14 @@ class TrainConfig:
             )
 
     def _with(self, name: str, values: Mapping[str, Any]) -> Any:
-        given = getattr(self, name)
+        section = getattr(self, name)
         for key, value in values.items():
-            if (own := getattr(given, key)) not in (value, getattr(type(given)(), key)):
+            if (stated := getattr(section, key)) not in (value, getattr(type(section)(), key)):
                 raise ConfigError(
-                    f"{name}.{key} is {own!r} and run.method is {self.run.method!r}, which sets it to {value!r}; "
+                    f"{name}.{key} is {stated!r} and run.method is {self.run.method!r}, which sets it to {value!r}; "
                     "allowed: one of the two"
                 )
-        return dataclasses.replace(given, **values)
+        return dataclasses.replace(section, **values)
 
     @property
     def ranks(self) -> int:

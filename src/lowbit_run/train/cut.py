@@ -95,8 +95,8 @@ def parts_of(config: Any) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
             f"hidden_size_per_layer_input is {width}: layers of this {config.model_type} model need inputs made from "
             "token ids, so it cannot be cut into stages; allowed: 0"
         )
-    at = plan.index("layers")
-    return tuple(plan[:at]), "layers", tuple(plan[at + 1 :])
+    place = plan.index("layers")
+    return tuple(plan[:place]), "layers", tuple(plan[place + 1 :])
 
 
 def cut_(model: Any, share: Share, *, tied: bool) -> None:
@@ -180,7 +180,7 @@ def uncut(model: Any) -> Iterator[None]:
     cut = getattr(model.base_model, name)
     with torch.device("meta"):
         every = getattr(whole_class(model.config)(model.config).base_model, name)
-    layers = [meta if isinstance(own, Elsewhere) else own for own, meta in zip(cut, every, strict=True)]
+    layers = [meta if isinstance(layer, Elsewhere) else layer for layer, meta in zip(cut, every, strict=True)]
     setattr(model.base_model, name, nn.ModuleList(layers))
     try:
         yield

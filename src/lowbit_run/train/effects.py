@@ -88,8 +88,8 @@ def check_effects(config: "TrainConfig", typed: Iterable[str]) -> None:
     """Refuse options without effect: those on the command line (`typed` keys), and others that are not the default."""
     typed, default = frozenset(typed), type(config)()
     for number, (key, unused, other, allowed) in enumerate((*_RULES, *_TYPED)):
-        given = key in typed or (number < len(_RULES) and _value(config, key) != _value(default, key))
-        if given and unused(config):
+        stated = key in typed or (number < len(_RULES) and _value(config, key) != _value(default, key))
+        if stated and unused(config):
             raise ConfigError(
                 f"{key} is {_shown(config, key)} and {other} is {_shown(config, other)}, where it has no effect; "
                 f"allowed: {allowed}"

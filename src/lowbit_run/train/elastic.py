@@ -109,8 +109,8 @@ def _tensors_in(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping):
-        for each in state.values():
-            yield from _tensors_in(each)
+        for value in state.values():
+            yield from _tensors_in(value)
 
 
 class Elastic:
@@ -141,8 +141,8 @@ class Elastic:
         self._elements = self._bytes = 0.0
         # Gloo reaches other replicas over the network that leads to the lighthouse, unless the user names another.
         chosen, host = os.environ.get("GLOO_SOCKET_IFNAME"), urlsplit(config.elastic.lighthouse).hostname
-        own = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        if host and chosen in (None, "", own) and (name := interface_towards(host)):
+        of_ranks = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        if host and chosen in (None, "", of_ranks) and (name := interface_towards(host)):
             os.environ["GLOO_SOCKET_IFNAME"] = name
         if self._rank == 0:
             log.warning(
@@ -181,7 +181,7 @@ class Elastic:
         deadline, replicas = time.monotonic() + self._patience, 0
         try:
             while replicas < self._at_least:
-                if replicas:
+                if replicas:  # the quorum came at once, with too few
                     time.sleep(_PAUSE)
                 self.manager.start_quorum()
                 replicas = self.manager.num_participants()

@@ -79,13 +79,13 @@ class Export:
     ) -> None:  # fmt: skip
         self._modules, self._messages, self._dtype, self._adapters = modules, messages, dtype, adapters
         self._finish = finish
-        own = [Weight(name, tuple(x.shape), _NAMES[x.dtype]) for name, x in self._stored(meta=True)]
-        self._weights: list[list[Weight]] = [own]
+        held = [Weight(name, tuple(x.shape), _NAMES[x.dtype]) for name, x in self._stored(meta=True)]
+        self._weights: list[list[Weight]] = [held]
         self._files: dict[str, tuple[int, int]] = {}  # file descriptor and first byte, by the weight's name
         if messages is None:
             return
         if messages.rank:
-            messages.send_json([list(weight) for weight in own], 0)
+            messages.send_json([list(weight) for weight in held], 0)
             return
         for rank in range(1, messages.ranks):
             self._weights.append(_checked(messages.receive_json(rank, "names of weights"), rank))

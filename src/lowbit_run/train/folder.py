@@ -149,7 +149,7 @@ def check_output(config: TrainConfig) -> None:
         files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
     if run.save_merged:
         files += ["merged/config.json", "merged/model.safetensors"]
-    files += [each for each in _FOLDERS if (output / each).is_file()]
+    files += [name for name in _FOLDERS if (output / name).is_file()]
     if not run.resume:  # a resume may begin with shares that the user copied here
         shares = shares_newest_first(output / FOLDER)
         files += [str(file.relative_to(output)) for share in shares for file in sorted(share.iterdir())]
@@ -159,7 +159,7 @@ def check_output(config: TrainConfig) -> None:
             f"{name} holds {', '.join(foreign)}, which lowbit has no record of making{unknown}; "
             "nothing was touched; allowed: another folder, or to move these away"
         )
-    earlier = [each for each in (*FILES, *_FOLDERS) if (output / each).exists()]
+    earlier = [name for name in (*FILES, *_FOLDERS) if (output / name).exists()]
     if folder.marked and earlier and not (run.resume or run.overwrite):
         step = newest_step(output / FOLDER)
         goes_on = f"run.resume=true (--resume) to continue from step {step}, " if step is not None else ""

@@ -69,15 +69,15 @@ def export(checkpoint: Path, output: Path | None = None) -> Path:
     return target
 
 
-def _step(given: Path) -> Path:
+def _step(folder: Path) -> Path:
     """Return the folder of a step."""
-    for folder in (given / FOLDER, given):  # of a run, or of its checkpoints
-        if (newest := newest_step(folder)) is not None:
-            return folder / step_name(newest)
-    if given.resolve() in steps_in(given.resolve().parent).values():
-        return given.resolve()
+    for steps in (folder / FOLDER, folder):  # of a run, or of its checkpoints
+        if (newest := newest_step(steps)) is not None:
+            return steps / step_name(newest)
+    if folder.resolve() in steps_in(folder.resolve().parent).values():
+        return folder.resolve()
     raise ConfigError(
-        f"checkpoint is {str(given)!r}, and there is none; allowed: the folder of a run, or of a step in {FOLDER}"
+        f"checkpoint is {str(folder)!r}, and there is none; allowed: the folder of a run, or of a step in {FOLDER}"
     )
 
 
@@ -197,7 +197,7 @@ class _Layers:
         if dict(model.named_buffers()).keys() & model.state_dict().keys():  # not trained, such as biases of routers
             folder = self.config.model.pretrained
             model = share_loader(folder, self.exact, dtype=torch.float32, quantized=None, device=_CPU)(share)
-        own = {parameter: nn.Parameter(self.weights[name]) for name, parameter in model.named_parameters()}
+        copies = {parameter: nn.Parameter(self.weights[name]) for name, parameter in model.named_parameters()}
         for module in model.modules():
-            module._parameters.update({name: own[p] for name, p in module._parameters.items() if p is not None})
+            module._parameters.update({name: copies[p] for name, p in module._parameters.items() if p is not None})
         return model

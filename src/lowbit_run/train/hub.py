@@ -61,15 +61,15 @@ def check_dataset(config: TrainConfig, *, agreed: bool) -> None:
 
 
 def _ask(given: str, agreed: bool) -> None:
-    given += ", which is not a folder here"
-    if not (agreed or _asked(given)):
-        raise ConfigError(f"{given}; allowed: a folder, or --yes, which downloads it from the Hugging Face Hub")
+    problem = f"{given}, which is not a folder here"
+    if not (agreed or _asked(problem)):
+        raise ConfigError(f"{problem}; allowed: a folder, or --yes, which downloads it from the Hugging Face Hub")
 
 
-def _asked(given: str) -> bool:
+def _asked(problem: str) -> bool:
     if "RANK" in os.environ or sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
-    sys.stderr.write(f"{given}. Download it from the Hugging Face Hub? [y/N] ")
+    sys.stderr.write(f"{problem}. Download it from the Hugging Face Hub? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -238,7 +238,7 @@ def _same_formats(was: Any, value: Any) -> bool:
     """Whether two names of formats, or two lists of names, mean the same formats."""
     texts = (was, value) if isinstance(value, list) else ([was], [value])
     try:
-        before, after = ([text if text == FULL_PRECISION else format_of(text) for text in each] for each in texts)
+        before, after = ([text if text == FULL_PRECISION else format_of(text) for text in names] for names in texts)
     except (TypeError, ValueError, RecursionError):  # a format that this version no longer has
         return False
     return before == after

@@ -64,22 +64,22 @@ def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Pipelin
             f"the pipeline has {stages} stages ({ranks} ranks x {pipeline.stages_per_rank}), the model {layers} "
             f"layers; allowed: at most one stage for each layer"
         )
-    given = pipeline.layers
-    if given and (len(given) != stages or sum(given) != layers):
+    counts = pipeline.layers
+    if counts and (len(counts) != stages or sum(counts) != layers):
         raise ConfigError(
-            f"pipeline.layers is {list(given)}, {sum(given)} layers on {len(given)} stages; "
+            f"pipeline.layers is {list(counts)}, {sum(counts)} layers on {len(counts)} stages; "
             f"allowed: a number for each of the {stages} stages, {layers} together, as the model has"
         )
     return PipelineLayout(
         ranks=ranks, stages_per_rank=pipeline.stages_per_rank, v_shaped=SCHEDULES[pipeline.schedule].v_shaped,
-        layer_counts=given or even(layers, stages),
+        layer_counts=counts or even(layers, stages),
     )  # fmt: skip
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
     """Split layers over stages as evenly as possible; the first stages get one more."""
-    each, extra = divmod(layers, stages)
-    return tuple(each + (stage < extra) for stage in range(stages))
+    fewest, extra = divmod(layers, stages)
+    return tuple(fewest + (stage < extra) for stage in range(stages))
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:

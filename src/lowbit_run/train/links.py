@@ -74,9 +74,9 @@ class Links:
         for target, size in sent.items():
             if (pair := self._ends((rank, target))) in nbytes:
                 nbytes[pair] += size
-        own = self.machine_of[rank]
-        share = waited / self.machine_of.count(own)
-        return [*nbytes.values(), *(share if machine == own else 0.0 for machine in self.machines)]
+        here = self.machine_of[rank]
+        share = waited / self.machine_of.count(here)
+        return [*nbytes.values(), *(share if machine == here else 0.0 for machine in self.machines)]
 
     def named(self, sums: Sequence[float]) -> tuple[dict[str, int], dict[str, float]]:
         """Name the sums of `values` over all ranks: bytes by link, and seconds of waiting by machine."""
@@ -132,14 +132,14 @@ class Probes:
         if ranks == 1:
             return []
         messages = self._messages("distance")
-        own = [
+        measured = [
             (other, round_trip(messages, other).seconds)
             for pair in neighbours(messages.ranks) for other in pair if messages.rank in pair and other != messages.rank
         ]  # fmt: skip
         trips: list[dict[Pair, float]] = [{} for _ in range(self._members.replicas.count)]
-        for rank, measured in enumerate(gather_json(own, self._members.side)):
+        for rank, of_rank in enumerate(gather_json(measured, self._members.side)):
             pipeline, place = divmod(rank, ranks)
-            for other, seconds in measured:
+            for other, seconds in of_rank:
                 trips[pipeline][min(place, other), max(place, other)] = seconds
         return trips
 
@@ -165,7 +165,7 @@ class Probes:
             return {}
         first, trips = index * ranks, self.trips[index] if self.trips else {}
         messages, machine_of = self._messages("probe"), links.machine_of[first : first + ranks]
-        own = []
+        measured = []
         for pair in neighbours(ranks):
             if messages.rank in pair and machine_of[pair[0]] != machine_of[pair[1]]:
                 for sender, receiver in (pair, pair[::-1]):
@@ -173,9 +173,9 @@ class Probes:
                         take_rate(messages, sender)
                     else:
                         rate = send_rate(messages, receiver, trip=trips[min(pair), max(pair)], seconds=seconds)
-                        own.append((first + sender, first + receiver, rate))
-        gathered = gather_json(own, self._members.side)
-        return {(source, target): rate for measured in gathered for source, target, rate in measured}
+                        measured.append((first + sender, first + receiver, rate))
+        gathered = gather_json(measured, self._members.side)
+        return {(source, target): rate for of_rank in gathered for source, target, rate in of_rank}
 
 
 class Loss(NamedTuple):
@@ -231,33 +231,33 @@ class Connections:
         now = segments()
         loss = Loss(now.since(self._before), now.again - self._before.again, congestion_control(), can_count())
         self._before = now
-        ranks = [Loss(*each) for each in gather_json(loss, self._members.side)]
-        self.control = ", ".join(sorted({each.control for each in ranks if each.control}))
+        losses = [Loss(*stated) for stated in gather_json(loss, self._members.side)]
+        self.control = ", ".join(sorted({loss.control for loss in losses if loss.control}))
         if self._fixed:
             return False
-        if not all(each.known for each in ranks) and "blind" not in self._said:
+        if not all(loss.known for loss in losses) and "blind" not in self._said:
             self._said.add("blind")
             self._say("lost packets cannot be counted (Linux only): if a link loses any, set run.connections")
-        worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
+        worst = max(losses, key=lambda loss: (is_lossy(loss.share, loss.again), loss.share))
         if done < self._next or not is_lossy(worst.share, worst.again):
             return False
-        acted = self._act(f"up to {100 * worst.share:.2g} % of TCP packets are sent again", ranks)
+        acted = self._act(f"up to {100 * worst.share:.2g} % of TCP packets are sent again", losses)
         self._pause = _EVERY if acted else 2 * self._pause
         self._next = done + self._pause
         return acted
 
-    def _act(self, found: str, ranks: list[Loss]) -> bool:
+    def _act(self, symptom: str, losses: list[Loss]) -> bool:
         """Try BBR, then more connections; returns whether one of them is used from now on."""
-        faster = {each.control for each in ranks} == {FASTER}
+        faster = {loss.control for loss in losses} == {FASTER}
         if faster and not self._next:
-            self._say(f"{found}; {FASTER.upper()} is in use, which single losses hardly slow down")
+            self._say(f"{symptom}; {FASTER.upper()} is in use, which single losses hardly slow down")
             return False
-        before, usual = self._rate(), " and ".join(sorted({each.control for each in ranks} - {FASTER, ""})).upper()
+        before, usual = self._rate(), " and ".join(sorted({loss.control for loss in losses} - {FASTER, ""})).upper()
         if not faster and (after := self._try_faster(before)) is not None:
-            self._say(f"{found}: {FASTER.upper()} in place of {usual or 'TCP'}{_gain(before, after)}")
+            self._say(f"{symptom}: {FASTER.upper()} in place of {usual or 'TCP'}{_gain(before, after)}")
             return True
         kept, after = self.count, self._widen(before)
-        blamed = found if faster else f"{found}, and {usual or 'TCP'} slows down for each"
+        blamed = symptom if faster else f"{symptom}, and {usual or 'TCP'} slows down for each"
         advice = "" if faster or self._permitted else f"; faster still: {ADVICE}"
         if self.count > kept:
             self._say(f"{blamed}: {self.count} connections for each pair of ranks{_gain(before, after)}{advice}")
@@ -269,18 +269,18 @@ class Connections:
 
     def _try_faster(self, rate: float) -> float | None:
         """Use BBR where all machines permit it and it is not much slower; returns its rate, None if it is not used."""
-        own = congestion_control()
+        before = congestion_control()
         self._permitted = self._use(FASTER)
         if self._permitted and (after := self._rate()) * _FASTER >= rate:
             self.control = FASTER
             return after
-        self._use(own)  # some machines may have it
+        self._use(before)  # some machines may have the other
         return None
 
     def _use(self, control: str) -> bool:
         """Change the congestion control of all connections of the run; returns whether all ranks could."""
         side = self._members.side
-        of_run = [pair for each in gather_json(ends(), side) for pair in each]
+        of_run = [pair for of_rank in gather_json(ends(), side) for pair in of_rank]
         return all(gather_json(set_congestion_control(control, of_run), side))
 
     def _widen(self, rate: float) -> float:

@@ -164,6 +164,7 @@ class Run:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, sums, done = self.config.run, self.trainer.sums, metrics.step
         self.adaptation.end_step(metrics, last=last)
+        # To ask all ranks for signals takes a round trip: only if one came, or something long gave it time to.
         long = sums.stop_asked
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or last or sums.checkpoint_due):
             self.saves.save(done)
@@ -208,11 +209,11 @@ class Run:
         """Let the model write after the prompt of the run, and show and note the words."""
         sent = evaluation_bytes()
         with phase(f"writing a few words {when}", self.members.rank, show=self.config.run.progress):
-            found = self.words.write()
+            written = self.words.write()
         self._words_bytes += evaluation_bytes() - sent
-        if found:
-            self.written |= {"prompt": found["prompt"], when: found["words"]}
-            self.observers.say(f"{when}, after {found['prompt']} the model writes {found['words']}")
+        if written:
+            self.written |= {"prompt": written["prompt"], when: written["words"]}
+            self.observers.say(f"{when}, after {written['prompt']} the model writes {written['words']}")
 
     def _conclude(self, done: int, steps_here: int, before: dict[str, float]) -> Summary:
         """Save the model after this call's steps, and summarize the whole run; returns the same on every rank."""

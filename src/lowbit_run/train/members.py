@@ -71,7 +71,7 @@ class Members:
         machine_of, rates, autocast = self.links.machine_of, self.links.rates, self.prepared.autocast
         return {
             "machines": [
-                {"machine": first, "ranks": [r for r, own in enumerate(machine_of) if own == first], **machines[first]}
+                {"machine": first, "ranks": [r for r, m in enumerate(machine_of) if m == first], **machines[first]}
                 for first in self.links.machines
             ],
             "links": [{"link": link_name(*pair), "mbit": rates.get(link_name(*pair))} for pair in self.links.pairs],

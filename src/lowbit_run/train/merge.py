@@ -61,7 +61,7 @@ class Merged:
         with safe_open(self._adapters, "pt") as file:
             names = set(file.keys())
             for path, part in module.model.named_modules():
-                first, second = (f"base_model.model.{path}.lora_{each}.weight" for each in "AB")
+                first, second = (f"base_model.model.{path}.lora_{factor}.weight" for factor in "AB")
                 if first in names:
                     added = file.get_tensor(second) @ file.get_tensor(first)
                     added = (added.T if self._transposed else added) * (self._lora.alpha / self._lora.rank)
@@ -75,8 +75,8 @@ class Merged:
         stored = dict(self._read(share).named_modules())
         for path, part in model.named_modules():
             for name, _ in list(part.named_parameters(recurse=False)):
-                own = stored[path]
-                value = dequantize_module_weight(own) if name == "weight" else getattr(own, name)
+                source = stored[path]
+                value = dequantize_module_weight(source) if name == "weight" else getattr(source, name)
                 setattr(part, name, nn.Parameter(value.detach(), requires_grad=False))
             for name, _ in list(part.named_buffers(recurse=False)):
                 setattr(part, name, getattr(stored[path], name))

@@ -229,7 +229,7 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield names and values of the curves; values by link or machine make one curve each."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from ((f"{name}/{key.replace(' ', '_')}", each) for key, each in value.items())
+            yield from ((f"{name}/{key.replace(' ', '_')}", number) for key, number in value.items())
         elif name not in ("step", "tokens") and value is not None:
             yield name, value
 
@@ -345,8 +345,8 @@ def summarize(
     means |= {name: _mean(settled, name) or 0.0 for name in ("compute_seconds", "codec_seconds", "wait_seconds")}
     totals: dict[str, Any] = {name: sum(getattr(m, name) for m in history) for name in ("bytes_saved", "seconds")}
     parts = Counter[str]()
-    for each in (*(m.parts for m in history), *outside):
-        parts.update(each)
+    for sent in (*(m.parts for m in history), *outside):
+        parts.update(sent)
     return Summary(
         steps=history[-1].step if history else config.run.steps, steps_here=len(history) if here is None else here,
         bytes_sent=sum(parts.values()), parts={name: nbytes for name, nbytes in parts.items() if nbytes},

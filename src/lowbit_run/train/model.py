@@ -101,7 +101,7 @@ def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
         "heads": ("num_attention_heads", "n_head"), "kv_heads": ("num_key_value_heads",),
         "ffn": ("intermediate_size", "n_inner"), "vocab": ("vocab_size",), "tied": ("tie_word_embeddings",),
     }  # fmt: skip
-    return {key: _size(model, *each) for key, each in names.items()}
+    return {key: _size(model, *paths) for key, paths in names.items()}
 
 
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:

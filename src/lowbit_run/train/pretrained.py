@@ -60,55 +60,55 @@ _Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, 
 
 def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
     """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors."""
-    given, path = f"{key} is {folder!r}", Path(folder) / "config.json"
+    setting, path = f"{key} is {folder!r}", Path(folder) / "config.json"
     if (path.parent / "adapter_config.json").is_file() and not path.is_file():
-        raise ConfigError(f"{given}, which holds adapters, not a model; allowed: the folder of their model")
+        raise ConfigError(f"{setting}, which holds adapters, not a model; allowed: the folder of their model")
     try:
-        values = _read_object(given, path)
+        values = _read_object(setting, path)
     except OSError as error:
         why = f"{path}: {error.strerror}; allowed: a folder with a saved model{hint(folder)}"
-        raise ConfigError(f"{given}; {why}") from error
+        raise ConfigError(f"{setting}; {why}") from error
     kind, quantized = values.get("model_type"), values.get("quantization_config")
     if "text_config" in values:
         raise ConfigError(
-            f"{given}, a model of type {kind!r} for more than text; allowed: a folder with its text model"
+            f"{setting}, a model of type {kind!r} for more than text; allowed: a folder with its text model"
         )
     if not isinstance(kind, str) or kind not in CUT:
         why = f": {NOT_CUT[kind]}" if isinstance(kind, str) and kind in NOT_CUT else ""
         raise ConfigError(
-            f"{given}, a model of type {kind!r}, which cannot be cut into stages{why}; allowed: llama, qwen3, "
+            f"{setting}, a model of type {kind!r}, which cannot be cut into stages{why}; allowed: llama, qwen3, "
             f"gemma3_text and {len(CUT) - 3} others (docs/how-to/train.md)"
         )
     if quantized is not None:
-        _check_quantized(given, quantized)
+        _check_quantized(setting, quantized)
     for name, most in SIZES.items():
         value = values.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
-            raise ConfigError(f"{given}; {path} has {name} {value!r}; allowed: an integer from 1 to {most}")
+            raise ConfigError(f"{setting}; {path} has {name} {value!r}; allowed: an integer from 1 to {most}")
     return values
 
 
-def _check_quantized(given: str, about: Any) -> None:
+def _check_quantized(setting: str, about: Any) -> None:
     how = about.get("quant_method") if isinstance(about, dict) else about
     if how != "bitsandbytes":
-        raise ConfigError(f"{given}, which is quantized ({how}); allowed: bitsandbytes, or weights in floating point")
+        raise ConfigError(f"{setting}, which is quantized ({how}); allowed: bitsandbytes, or weights in floating point")
     bits = [about.get(f"load_in_{bits}bit", about.get(f"_load_in_{bits}bit", False)) for bits in (4, 8)]
     if bits not in ([True, False], [False, True]):
         raise ConfigError(
-            f"{given}; its quantization_config has load_in_4bit {bits[0]!r} and load_in_8bit {bits[1]!r}; "
+            f"{setting}; its quantization_config has load_in_4bit {bits[0]!r} and load_in_8bit {bits[1]!r}; "
             "allowed: true for one of them"
         )
     if (kind := about.get("bnb_4bit_quant_type", "nf4")) not in ("nf4", "fp4"):
-        raise ConfigError(f"{given}; its quantization_config has bnb_4bit_quant_type {kind!r}; allowed: nf4, fp4")
+        raise ConfigError(f"{setting}; its quantization_config has bnb_4bit_quant_type {kind!r}; allowed: nf4, fp4")
 
 
-def _read_object(given: str, path: Path) -> dict[str, Any]:
+def _read_object(setting: str, path: Path) -> dict[str, Any]:
     try:
         values = read_json(path)
     except ValueError as error:
-        raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
+        raise ConfigError(f"{setting}; {path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{given}; {path} does not hold a JSON object")
+        raise ConfigError(f"{setting}; {path} does not hold a JSON object")
     return values
 
 
@@ -167,10 +167,10 @@ def hint(name: str) -> str:
 
 def check_files(folder: str, key: str) -> _Shapes:
     """Read shapes and types of a folder's weights from the headers of their files."""
-    given = f"{key} is {folder!r}"
+    setting = f"{key} is {folder!r}"
     for path in _candidates(Path(folder)):
-        return headers_of(given, _shards(given, path) if path.name.endswith(_INDEX) else [path])
-    raise ConfigError(f"{given}, which holds no weights; allowed: a folder with {', '.join(_FILES)}, or their parts")
+        return headers_of(setting, _shards(setting, path) if path.name.endswith(_INDEX) else [path])
+    raise ConfigError(f"{setting}, which holds no weights; allowed: a folder with {', '.join(_FILES)}, or their parts")
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
@@ -188,43 +188,46 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> di
     """
     from transformers import AutoModelForCausalLM
 
-    given, stored = f"{key} is {folder!r}", check_files(folder, key)
+    setting, stored = f"{key} is {folder!r}", check_files(folder, key)
     layers = {match[0] for match in map(_LAYER.search, stored) if match}
     count = layer_count(config)
     if count > len(layers):  # check this before building so many layers
-        raise ConfigError(f"{given}; config.json has {count} layers, the weights are of {len(layers)}")
+        raise ConfigError(f"{setting}; config.json has {count} layers, the weights are of {len(layers)}")
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # Transformers and PyTorch raise many kinds of errors
-        raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
+        raise ConfigError(f"{setting}; config.json does not describe a valid model: {reason(error)}") from error
     # A tied weight counts under both names: a file may hold either, or two weights that differ.
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     uses = _uses(model, expected, stored)
-    found, tied = set().union(*uses.values()), getattr(model, "all_tied_weights_keys", None) or {}
-    tied = tied | {source: name for name, source in tied.items() if name in found}
-    if missing := [name for name in expected if name not in found and name not in tied]:
-        raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
+    covered, tied = set().union(*uses.values()), getattr(model, "all_tied_weights_keys", None) or {}
+    tied = tied | {source: name for name, source in tied.items() if name in covered}
+    if missing := [name for name in expected if name not in covered and name not in tied]:
+        raise ConfigError(f"{setting}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
     if not getattr(config, "quantization_config", None):
-        for own, names in uses.items():
-            (shape, dtype), whole = stored[own], len(names) == 1 and sum(n == names for n in uses.values()) == 1
+        for source, names in uses.items():
+            (shape, dtype), whole = stored[source], len(names) == 1 and sum(n == names for n in uses.values()) == 1
             if whole and shape != expected[names[0]]:
-                raise ConfigError(f"{given}; {own} has shape {shape}, config.json says {expected[names[0]]}")
+                raise ConfigError(f"{setting}; {source} has shape {shape}, config.json says {expected[names[0]]}")
             if names and dtype not in _FLOATS:
-                raise ConfigError(f"{given}, which is quantized ({own} is {dtype}); allowed: weights in floating point")
+                raise ConfigError(
+                    f"{setting}, which is quantized ({source} is {dtype}); allowed: weights in floating point"
+                )
     ignored = [re.compile(text) for text in model._keys_to_ignore_on_load_unexpected or ()]
-    others = [own for own, names in uses.items() if not names and not own.startswith(tuple(f"{n}." for n in expected))]
-    others = [own for own in others if not any(pattern.search(own) for pattern in (*ignored, _COMPUTED))]
+    prefixes = tuple(f"{name}." for name in expected)
+    others = [source for source, names in uses.items() if not (names or source.startswith(prefixes))]
+    others = [source for source in others if not any(pattern.search(source) for pattern in (*ignored, _COMPUTED))]
     if strange := sorted(name for name in others if _LAYER.search(name)):
-        raise ConfigError(f"{given}; its layers hold {_few(strange)}, which {config.model_type} does not have")
+        raise ConfigError(f"{setting}; its layers hold {_few(strange)}, which {config.model_type} does not have")
     if others:
-        log.warning("%s: %s of the folder are not part of the model, and are not used", given, _few(sorted(others)))
+        log.warning("%s: %s of the folder are not part of the model, and are not used", setting, _few(sorted(others)))
     try:
         check_decoder(model)
     except Exception as error:  # Transformers and PyTorch raise many kinds of errors
-        raise ConfigError(f"{given}, a model that cannot be cut into stages: {reason(error)}") from error
+        raise ConfigError(f"{setting}, a model that cannot be cut into stages: {reason(error)}") from error
     pair = getattr(model, "all_tied_weights_keys", None) or {}
-    return {name: own for own, names in uses.items() for name in names if name in (*pair, *pair.values())}
+    return {name: source for source, names in uses.items() for name in names if name in (*pair, *pair.values())}
 
 
 def same_tensors(folder: str, *names: str) -> bool:
@@ -237,8 +240,8 @@ def _read(folder: Path, name: str) -> torch.Tensor:
     """Return one tensor of a folder that `check_files` accepts."""
     from safetensors import safe_open
 
-    given = f"model.pretrained is {str(folder)!r}"
-    files = next(_shards(given, path) if path.name.endswith(_INDEX) else [path] for path in _candidates(folder))
+    setting = f"model.pretrained is {str(folder)!r}"
+    files = next(_shards(setting, path) if path.name.endswith(_INDEX) else [path] for path in _candidates(folder))
     for path in files:
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
@@ -258,18 +261,18 @@ def _uses(model: Any, expected: Mapping[str, Any], stored: Iterable[str]) -> dic
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    by_source = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_source = {pattern: t.target_patterns for t in converters for pattern in t.source_patterns}
     known = dict.fromkeys(expected, True)
     uses: dict[str, list[str]] = {}
-    for own in stored:
-        name, pattern = rename_source_key(own, renamings, converters, model.base_model_prefix, known)
+    for source in stored:
+        name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, known)
         if name not in known:
-            name, pattern = rename_source_key(own, [], [], model.base_model_prefix, known)
+            name, pattern = rename_source_key(source, [], [], model.base_model_prefix, known)
         first, *others = by_source.get(pattern, [""]) if pattern else [""]
         names = [name, *(name.replace(first, other) for other in others)]
-        uses[own] = [each for each in names if each in known]
+        uses[source] = [name for name in names if name in known]
     return uses
 
 
@@ -322,20 +325,22 @@ def reason(error: BaseException) -> str:
     return named[:_LONGEST].rstrip(": ")
 
 
-def _shards(given: str, index: Path) -> list[Path]:
+def _shards(setting: str, index: Path) -> list[Path]:
     """List the files that an index names."""
     try:
         names = set(read_json(index)["weight_map"].values())
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ValueError("allowed: names of files in the same folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{given}; {index} cannot be used: {reason(error)}") from error
+        raise ConfigError(f"{setting}; {index} cannot be used: {reason(error)}") from error
     if missing := sorted(name for name in names if not (index.parent / name).exists()):
-        raise ConfigError(f"{given}, which lacks {_few(missing)} of {len(names)} files; allowed: a complete checkpoint")
+        raise ConfigError(
+            f"{setting}, which lacks {_few(missing)} of {len(names)} files; allowed: a complete checkpoint"
+        )
     return [index.parent / name for name in sorted(names)]
 
 
-def headers_of(given: str, files: Iterable[Path]) -> _Shapes:
+def headers_of(setting: str, files: Iterable[Path]) -> _Shapes:
     """Read the headers of files, without running code in them or reading weights."""
     from safetensors import safe_open
 
@@ -350,7 +355,7 @@ def headers_of(given: str, files: Iterable[Path]) -> _Shapes:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt") as file:
                     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                    shapes |= {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+                    shapes |= {name: (tuple(x.get_shape()), x.get_dtype()) for name, x in slices.items()}
                 continue
             content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
             if not isinstance(content, Mapping):
@@ -359,7 +364,7 @@ def headers_of(given: str, files: Iterable[Path]) -> _Shapes:
             shapes |= {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
         except Exception as error:  # from safetensors, zipfile or pickle
             why = f"it has {path.stat().st_size} bytes; {reason(error)}" if path.is_file() else reason(error)
-            raise ConfigError(f"{given}; {path} is cut short or cannot be read: {why}") from error
+            raise ConfigError(f"{setting}; {path} is cut short or cannot be read: {why}") from error
     return shapes
 
 
@@ -371,7 +376,7 @@ def copy_files(folder: str, target: Path, names: re.Pattern[str]) -> None:
     """
     place = Path(folder).resolve()
     roots = [place, place.parents[1] / "blobs"] if place.parent.name == "snapshots" else [place]
-    for path in sorted(each for each in place.glob("*") if names.fullmatch(each.name)):
+    for path in sorted(file for file in place.glob("*") if names.fullmatch(file.name)):
         if (target / path.name).exists() and path.name != GENERATION:
             continue
         try:
@@ -469,9 +474,9 @@ def tokenizer_for(name: str, pretrained: str) -> Tokenizer:
             f"model.pretrained is {pretrained!r}, which holds no tokenizer, and data.tokenizer is empty; "
             "allowed: the folder of the model's tokenizer in data.tokenizer, or bytes"
         )
-    own = FolderTokenizer(pretrained, key="the tokenizer of model.pretrained")
+    stored = FolderTokenizer(pretrained, key="the tokenizer of model.pretrained")
     bytes_ = ByteTokenizer()  # of a model that was trained on bytes, where byte 0 ends an answer
-    return bytes_ if definition(own.hugging_face()) == definition(bytes_.hugging_face()) else own
+    return bytes_ if definition(stored.hugging_face()) == definition(bytes_.hugging_face()) else stored
 
 
 def is_own(tokenizer: Tokenizer, name: str, pretrained: str) -> bool:

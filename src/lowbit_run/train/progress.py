@@ -189,11 +189,11 @@ def describe(metrics: StepMetrics, machine: str = "") -> list[str]:
 def describe_links(metrics: StepMetrics, machine: str, rates: Mapping[str, float]) -> list[str]:
     """Describe a machine's traffic in a step, and the Mbit/s of its busiest link; empty on a single machine."""
     ends = {name: name.split(" to ") for name in metrics.links}
-    own = {name: nbytes for name, nbytes in metrics.links.items() if machine in ends[name]}
-    if not own:
+    here = {name: nbytes for name, nbytes in metrics.links.items() if machine in ends[name]}
+    if not here:
         return []
-    out, into = (sum(n for name, n in own.items() if ends[name][end] == machine) for end in (0, 1))
-    used = {name: 8 * nbytes / metrics.seconds / 1e6 for name, nbytes in own.items()}
+    out, into = (sum(n for name, n in here.items() if ends[name][end] == machine) for end in (0, 1))
+    used = {name: 8 * nbytes / metrics.seconds / 1e6 for name, nbytes in here.items()}
     busiest = max(used, key=lambda name: used[name] / rates.get(name, float("inf")) if rates else used[name])
     of = f" of {rates[busiest]:,.0f}" if rates.get(busiest) else ""
     return [f"out {_megabytes(out)}", f"in {_megabytes(into)}", f"link {busiest}: {used[busiest]:,.1f}{of} Mbit/s"]

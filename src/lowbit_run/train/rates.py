@@ -90,7 +90,7 @@ class Rates:
         self._goals = {place: goal for place, goal in codecs.goals.items() if layout.crosses(place[1])}
         self._nats = wanted_nats(codecs)
         after = () if self._nats is None else AFTER
-        self._checks = [step for each in after if (step := self._warmup + each) < members.config.run.steps]
+        self._checks = [step for steps in after if (step := self._warmup + steps) < members.config.run.steps]
 
     @contextmanager
     def choosing(self, step: int) -> Iterator[None]:
@@ -131,8 +131,8 @@ class Rates:
         for (way, i), goal in self._goals.items():
             layer = self._layer(i)
             try:
-                same = [(layer - at, bits) for to, at, name, bits in recorded if (to, name) == (way, str(goal))]
-                _, bits = min(same, key=lambda each: (abs(each[0]), each[0]))
+                same = [(layer - place, bits) for to, place, name, bits in recorded if (to, name) == (way, str(goal))]
+                _, bits = min(same, key=lambda near: (abs(near[0]), near[0]))
                 changed[way, i] = TransformQuant(bits=bits, step=goal.step)
             except (TypeError, ValueError):  # of what is missing, too
                 missing = f"it does not record the rate of {goal} for boundary {i} {way} (after layer {layer})"
@@ -155,10 +155,10 @@ class Rates:
         """Measure the cost, and raise the rates of all ranks if it is too high."""
         pipeline = self._pipeline
         assert self._nats is not None
-        own = judged(done, self._nats, self._differences())
+        check = judged(done, self._nats, self._differences())
         # Each pipeline has its own samples and so its own cost; the worst counts for all.
-        costs = gather_json([own.cost, own.error, own.bits], self._members.side)
-        cost, error, bits = max(costs, key=lambda each: (each[2], each[0]))
+        costs = gather_json([check.cost, check.error, check.bits], self._members.side)
+        cost, error, bits = max(costs, key=lambda stated: (stated[2], stated[0]))
         reached = True
         if bits:
             before = pipeline.codecs

@@ -43,4 +43,4 @@ SCHEDULES: Mapping[Schedule, ScheduleFacts] = {
 
 def schedule_named(name: Any) -> Any:
     """Return the schedule of this name in upper or lower case; another value as it is."""
-    return {each.lower(): each for each in SCHEDULES}.get(str(name).lower(), name)
+    return {schedule.lower(): schedule for schedule in SCHEDULES}.get(str(name).lower(), name)

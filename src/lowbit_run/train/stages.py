@@ -152,7 +152,7 @@ class Pipeline:
     def _compile_kernels(self) -> None:
         """Use the codecs of this rank's boundaries once, so that no step waits for compilation."""
         shape = torch.Size((self.config.rows, self.config.data.sequence, self.width))
-        for boundary in {each for index in self.modules for each in (index - 1, index)}:
+        for boundary in {side for index in self.modules for side in (index - 1, index)}:
             if 0 <= boundary < self.layout.stages - 1 and self.layout.crosses(boundary):
                 for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
                     warm_up(codec, shape, torch.float32, self.device)

@@ -17,7 +17,7 @@ PROJECT = "lowbit"
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError unless Accelerate and the packages of these trackers are installed."""
-    missing = [each for each in (*names, "accelerate") if names and importlib.util.find_spec(each) is None]
+    missing = [name for name in (*names, "accelerate") if names and importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"run.trackers is {', '.join(names)}, and {' and '.join(missing)} cannot be imported; allowed: without it, "

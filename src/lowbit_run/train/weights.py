@@ -191,20 +191,20 @@ def check_quantization(config: TrainConfig) -> None:
     """
     model = config.model
     stored = bool(model.pretrained and read_config(model.pretrained).get("quantization_config"))
-    given = f"model.pretrained is {model.pretrained!r}, whose weights have 4 or 8 bits"
+    setting = f"model.pretrained is {model.pretrained!r}, whose weights have 4 or 8 bits"
     if stored and model.weights is not None:
-        raise ConfigError(f"{given}, and model.weights is {model.weights}; allowed: no model.weights")
+        raise ConfigError(f"{setting}, and model.weights is {model.weights}; allowed: no model.weights")
     if stored and not config.lora.rank:
-        raise ConfigError(f"{given}, and lora.rank is 0; allowed: with lora.rank of at least 1")
+        raise ConfigError(f"{setting}, and lora.rank is 0; allowed: with lora.rank of at least 1")
     if stored or model.weights in ("int8", "nf4"):
-        check_packages(given if stored else f"model.weights is {model.weights}")
+        check_packages(setting if stored else f"model.weights is {model.weights}")
 
 
-def check_packages(given: str) -> None:
-    """Check that the packages for weights in few bits are there. `given`: what needs them, for the ConfigError."""
+def check_packages(setting: str) -> None:
+    """Check that the packages for weights in few bits are there. `setting`: which needs them, for the ConfigError."""
     for package in ("bitsandbytes", "accelerate"):
         if find_spec(package) is None:
-            raise ConfigError(f"{given}, which needs the package {package}: pip install 'lowbit[qlora]'")
+            raise ConfigError(f"{setting}, which needs the package {package}: pip install 'lowbit[qlora]'")
 
 
 def quantization(weights: str | None, config: Any, dtype: torch.dtype, *, double: bool) -> Any:
@@ -230,12 +230,12 @@ def random_share(config: Any, share: Share, seed: int) -> Any:
     config._attn_implementation = "sdpa"
     cut, whole, draws = class_for(config, share), whole_class(config), _Draws()
     with torch.device("meta"):
-        own = dict(cut(config).named_parameters()).keys()
+        held = dict(cut(config).named_parameters()).keys()
     initialize = PreTrainedModel.init_weights
 
     def init_weights(model: Any) -> None:  # called for the decoder before the output matrix exists, then for all
         prefix = "" if isinstance(model, whole) else f"{whole.base_model_prefix}."
-        draws.names = {p: prefix + name for name, p in model.named_parameters() if prefix + name in own}
+        draws.names = {p: prefix + name for name, p in model.named_parameters() if prefix + name in held}
         with torch.device("cpu"):  # on the meta device, Transformers initializes nothing
             initialize(model)
 
@@ -246,7 +246,7 @@ def random_share(config: Any, share: Share, seed: int) -> Any:
             whole(config)
     finally:
         PreTrainedModel.init_weights = initialize
-    assert draws.values.keys() == own, draws.values.keys() ^ own
+    assert draws.values.keys() == held, draws.values.keys() ^ held
     return cut.from_pretrained(None, config=config, state_dict=draws.values, dtype=torch.float32)
 
 

@@ -52,7 +52,7 @@ class Words:
                 follow=lambda new: rows.enter_context(trainer.model.tied.exact(new)),
             )  # fmt: skip
         inner = data.tokenizer.hugging_face()
-        prompt, words = (str(inner.decode(each, skip_special_tokens=True)) for each in (self._prompt, ids))
+        prompt, words = (str(inner.decode(tokens, skip_special_tokens=True)) for tokens in (self._prompt, ids))
         return {"prompt": shown(prompt[-_SHOWN:]), "words": shown(words[:_SHOWN])}
 
 
@@ -75,4 +75,4 @@ def _prompt_of(config: TrainConfig, data: Data, most: int) -> list[int]:
     ids, targets = held_out.batch(torch.arange(min(len(held_out), _SAMPLES)))
     firsts = [int((learned != IGNORED).nonzero()[0]) for learned in targets]
     prompts = [row[: first + 1].tolist() for row, first in zip(ids, firsts, strict=True)]
-    return next((each for each in prompts if len(each) <= most), prompts[0])[-most:]
+    return next((prompt for prompt in prompts if len(prompt) <= most), prompts[0])[-most:]

@@ -106,7 +106,7 @@ def test_a_closed_port_a_missing_text_and_a_clock_that_is_ahead(link: SlowLink, 
         hasty = {"changes": {"survey._PORT_SECONDS": 1.5}}
         machines = pair(link, tmp_path, first=hasty, changes={"survey.time_ns": _ahead})
         page = agreed(machines)
-    assert "2 of these would stop the training" in page
+    assert "2 findings would stop the training" in page
     assert "STOPS laptop: ports 32768 to 60999 are closed for desk" in page
     assert "packets are dropped" in page
     assert "on laptop: sudo iptables -I INPUT -p tcp -s 198.18.0.1 --dport 32768:60999 -j ACCEPT" in page
@@ -131,7 +131,7 @@ def test_a_wrong_interface_and_versions_recipe_and_text_that_differ(link: SlowLi
         page = agreed(pair(link, tmp_path, environment={"GLOO_SOCKET_IFNAME": "other"}, changes=changes))
     finally:
         link._namespaces[1].ip("link del other")
-    assert "5 of these would stop the training" in page
+    assert "5 findings would stop the training" in page
     assert "STOPS laptop: Gloo would listen at 10.9.0.2 (GLOO_SOCKET_IFNAME=other), where desk cannot reach it" in page
     assert "export GLOO_SOCKET_IFNAME=eth0" in page
     assert "STOPS laptop: lowbit is 9.9, and" in page

@@ -136,7 +136,7 @@ class _Sources:
         }
 
     def _take_parameters(self) -> None:
-        aliases = aliases_of(self._pipeline)
+        aliases = aliases_of(self._pipeline)  # a tied weight may be stored under either of its names
         for name, parameter in parameters_of(self._pipeline).items():
             stored = name if self._share_with(name) is not None else aliases.get(name, name)
             share = self._share_with(stored)
@@ -183,7 +183,7 @@ class _Sources:
         """Choose memories for this rank's lanes; yield the boundaries whose codecs start empty."""
         pipeline = self._pipeline
         in_warm_up = self._saved.step < pipeline.config.codec_warmup_steps
-        for stage in range(pipeline.layout.stages):
+        for stage in range(pipeline.layout.stages):  # all, so that every rank yields the same boundaries
             for lane, end, codec in ends_of(pipeline.layout, pipeline.codecs, stage):
                 memory = self._memory_for(end, codec)
                 if stage in pipeline.modules and memory is not None:
@@ -198,6 +198,7 @@ class _Sources:
         replicas = sorted(self._memories, key=lambda r: (r != self._replica % len(self._memories), r))
         for replica in replicas:
             memories = self._memories[replica]
+            # Both ends: a codec with state on one side only would decode garbage.
             if end in memories and end.other in memories and self._fits(memories[end], codec):
                 return memories[end]
         return None
@@ -258,8 +259,8 @@ class ShareExchange:
         self._rank = self._messages.rank
         from safetensors import safe_open
 
-        own = [share for share, holder in saved.holders.items() if holder == self._rank]
-        files = {share: folder / step_name(saved.step) / f"rank-{share}" / TENSORS for share in own}
+        held = [share for share, holder in saved.holders.items() if holder == self._rank]
+        files = {share: folder / step_name(saved.step) / f"rank-{share}" / TENSORS for share in held}
         self._readers = {share: safe_open(path, framework="pt") for share, path in files.items()}
         self._received: dict[Item, Tensor] = {}
 

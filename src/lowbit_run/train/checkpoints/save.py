@@ -112,8 +112,8 @@ class Checkpoints:
         """Drop this run's steps that are older than the last `keep`, including shares of ranks that no longer exist."""
         made = self._output.made()  # a share that was copied here is its owner's
         steps = [path for step, path in steps_in(self.folder).items() if step <= newest]
-        own = [[share for share in shares_in(path).values() if self._name(share / FILES[0]) in made] for path in steps]
-        for share in (share for shares in [each for each in own if each][: -self.keep] for share in shares):
+        ours = [[share for share in shares_in(path).values() if self._name(share / FILES[0]) in made] for path in steps]
+        for share in (share for shares in list(filter(None, ours))[: -self.keep] for share in shares):
             with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
                 remove_share(staged(share))
                 remove_share(share)
@@ -140,8 +140,8 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
         if "error" in outcome:
             raise outcome["error"]
         outcomes = gather_json(outcome if done else {}, group)
-        if all("value" in each for each in outcomes):
-            return [each["value"] for each in outcomes]
+        if all("value" in outcome for outcome in outcomes):
+            return [outcome["value"] for outcome in outcomes]
 
 
 def raise_everywhere(problem: str, group: dist.ProcessGroup | None = None) -> None:

@@ -117,8 +117,8 @@ class Search:
         }
         while waiting := {rank: having for rank, having in waiting.items() if having}:
             turns = {rank: having.pop(0) for rank, having in waiting.items()}
-            own = [rank for rank, holder in turns.items() if holder == self._rank]
-            for rank, outcome in chain.from_iterable(together(partial(self._read, step, own), self._group)):
+            to_read = [rank for rank, holder in turns.items() if holder == self._rank]
+            for rank, outcome in chain.from_iterable(together(partial(self._read, step, to_read), self._group)):
                 if isinstance(outcome, str):
                     self._reasons.setdefault(step, {})[f"rank-{rank}"] = outcome
                 else:
@@ -151,8 +151,8 @@ class Search:
 
 def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
     """Move the remaining shares of a step into place, if a crash came after the first was moved."""
-    own = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
-    begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
+    attempts = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
+    begun = {tuple(key) for keys in gather_json(attempts, group) for key in keys}
     left = [(step, path) for step, path in steps_in(folder).items() if shares_in(path, staged=True)]
     # Ranks take turns: on a shared disk, one could remove what another has just moved.
     for turn in [turn for turn, some in enumerate(gather_json(bool(left), group)) if some]:

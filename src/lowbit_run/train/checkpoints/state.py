@@ -47,9 +47,9 @@ def ends_of(layout: PipelineLayout, codecs: Codecs, stage: int) -> Iterator[tupl
         if not 0 <= boundary < layout.stages - 1:
             continue
         after = layout.layers_of(boundary)[-1]
-        for direction, each in (("forward", codecs.forward), ("backward", codecs.backward)):
+        for direction, of_boundaries in (("forward", codecs.forward), ("backward", codecs.backward)):
             outgoing = (direction == "forward") == (boundary == stage)
-            yield f"boundary {boundary} {direction}", End(after, direction, outgoing), repr(each[boundary])
+            yield f"boundary {boundary} {direction}", End(after, direction, outgoing), repr(of_boundaries[boundary])
 
 
 def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -100,8 +100,8 @@ def restore(
         torch.cuda.set_rng_state(tensors["random/cuda"], pipeline.device)
     for index, stage in pipeline.lowbit_stages.items():
         names = [name for name, _, _ in ends_of(pipeline.layout, pipeline.codecs, index)]
-        own = {name: unflatten(lanes[name]) for name in names if name in lanes}
-        stage.load_codec_state_dict({"steps": steps, "lanes": own})
+        states = {name: unflatten(lanes[name]) for name in names if name in lanes}
+        stage.load_codec_state_dict({"steps": steps, "lanes": states})
     for name, followed in pipeline.followed.items():
         if FOLLOWED + name in tensors:
             followed.copy_(tensors[FOLLOWED + name])
