@@ -34,6 +34,11 @@ class Adaptation:
         is_auto = members.config.pipeline.is_auto and members.layout.ranks > 1
         self.auto = Auto(members, trainer.pipeline) if is_auto else None
 
+    def describe(self, machines: list[dict[str, Any]]) -> dict[str, Any]:
+        """Describe machines, links and connections; `machines`: as for `Members.describe_machines`."""
+        described = self._trainer.members.describe_machines(machines, self.probes.round_trip)
+        return described | self.connections.facts
+
     def chosen(self) -> dict[str, Any]:
         """Return what the run has chosen, for a checkpoint."""
         formats = {CHOSEN: asdict(self.auto.choice)} if self.auto is not None and self.auto.choice is not None else {}

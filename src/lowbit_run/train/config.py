@@ -254,7 +254,7 @@ class GradientsConfig:
     which takes less memory."""
     all_reduce: str = "fp8"
     """Format in which gradients are averaged over `pipeline.data_parallel` pipelines, or replicas that come and go.
-    If `storage` is fp8 as well, gradients are sent as they are stored."""
+    If `storage` is fp8 as well, pipelines send gradients as they are stored."""
 
 
 @section("elastic")

@@ -113,13 +113,12 @@ class Run:
         self.adaptation = Adaptation(trainer, self.observers)
         gathered = gather_json([secrets.token_hex(8), machine()], self.members.side)
         self.saves = Saves(trainer, self.folder, gathered[0][0], self.adaptation.chosen)
-        machines = self.members.describe_machines([facts for _, facts in gathered], self.adaptation.probes.round_trip)
         self.words, self.written, self._words_bytes = Words(trainer), dict[str, str](), 0
         if self.words.missing and self.members.rank == 0:
             log.warning("%s", self.words.missing)
         try:
             self.saves.begin(self.adaptation.take_over)
-            self.observers.write_about(**machines, **self.adaptation.connections.facts)
+            self.observers.write_about(**self.adaptation.describe([facts for _, facts in gathered]))
         except BaseException:
             self.folder.unlock()
             raise
