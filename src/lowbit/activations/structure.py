@@ -158,7 +158,8 @@ def _state(module: nn.Module) -> list[dict[str, Any]]:
 def _name_of(value: Tensor, slope: Tensor) -> str | None:
     """The name of the function in the table that has these values and slopes; None: it has no kernels."""
     x, close = _samples(), partial(torch.allclose, rtol=1e-5, atol=1e-5)
-    pairs = ((name, (value, each.value(x)), (slope, each.slope(x))) for name, each in TABLE.items())
+    one = torch.ones_like(x)
+    pairs = ((name, (value, each.value(x)), (slope, each.gradient(one, x))) for name, each in TABLE.items())
     return next((name for name, values, slopes in pairs if close(*values) and close(*slopes)), None)
 
 

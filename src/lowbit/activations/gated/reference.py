@@ -18,8 +18,10 @@ from torch.nn import functional
 from lowbit.codecs.group_int import reference as group_int
 from lowbit.codecs.group_int.reference import check_asymmetric, check_settings, decoded
 from lowbit.escape import shown
-from lowbit.kernels import operator
+from lowbit.kernels import implementation, operator
 from lowbit.kernels.operators import check_pair, check_shapes
+
+_aten = torch.ops.aten
 
 ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 """For kernels: erfc(z) = t ((((c0 t + c1) t + ...) t + c4) e^(-z^2) within 1.5e-7, where t = 1 / (1 + p z), z >= 0
@@ -29,44 +31,33 @@ GELU_TANH = math.sqrt(2 / math.pi), 0.044715  # act(g) = g (1 + tanh(a (g + b g^
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation function that has kernels: `name` and `name_slope` in `cpu.py`, a branch of `activate` in `gpu.py`.
+    """An activation function that has a kernel: a branch of `activate` in `gpu.py`.
 
     Attributes:
-        value: PyTorch's own function, in the input's dtype. slope: the derivative; NaN for NaN.
+        value: PyTorch's own function, in the input's dtype.
+        gradient: of a gradient and the input: the gradient times the derivative; NaN for NaN.
         spellings: the torch functions that compute it, by default.
     """
 
     value: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
     spellings: tuple[Any, ...] = ()
 
 
-def _silu_slope(x: Tensor) -> Tensor:
-    share = x.sigmoid()
-    return share * (1 + x * (1 - share))
+def _gelu_tanh_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    # Beyond 16 the slope is constant, and x^3 would overflow.
+    return _aten.gelu_backward(grad, x.clamp(-16, 16), approximate="tanh")
 
 
-def _gelu_slope(x: Tensor) -> Tensor:
-    below = (1 + torch.erf(x * math.sqrt(0.5))) / 2
-    density = torch.exp(-x * x / 2) * (2 * math.pi) ** -0.5
-    return below + x * density
-
-
-def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    a, b = GELU_TANH
-    inner = torch.tanh(a * (x + b * x**3))
-    return (1 + inner) / 2 + x * (1 - inner * inner) * (a / 2) * (1 + 3 * b * x * x)
-
-
-def _relu_slope(x: Tensor) -> Tensor:
-    return torch.where(x.isnan(), x, (x > 0).float())
+def _relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return grad * torch.where(x.isnan(), x, (x > 0).to(x.dtype))
 
 
 TABLE = {
-    "silu": Activation(functional.silu, _silu_slope, (functional.silu,)),
-    "gelu": Activation(functional.gelu, _gelu_slope, (functional.gelu,)),
-    "gelu_tanh": Activation(partial(functional.gelu, approximate="tanh"), _gelu_tanh_slope),
-    "relu": Activation(torch.relu, _relu_slope, (functional.relu, torch.relu, Tensor.relu)),
+    "silu": Activation(functional.silu, _aten.silu_backward, (functional.silu,)),
+    "gelu": Activation(functional.gelu, _aten.gelu_backward, (functional.gelu,)),
+    "gelu_tanh": Activation(partial(functional.gelu, approximate="tanh"), _gelu_tanh_gradient),
+    "relu": Activation(torch.relu, _relu_gradient, (functional.relu, torch.relu, Tensor.relu)),
 }
 """The activation functions that have kernels, by name. Any other elementwise function is computed by itself."""
 ACTIVATIONS = [*TABLE]
@@ -109,12 +100,12 @@ def encode(
     activation: str, bits: int, group: int, seed: int | None,
 ) -> None:  # fmt: skip
     """out = act(gate) * up, or act(gate); payloads: both. `up` takes the seed's successor."""
-    group_int.encode.definition(gate.view(-1), payload_gate, bits, group, False, seed)
+    encode_groups = implementation(group_int.encode, gate.device)
+    encode_groups(gate.view(-1), payload_gate, bits, group, False, seed)
     if up is not None and payload_up is not None:
         following = None if seed is None else (seed + 1) % 2**32
-        group_int.encode.definition(up.view(-1), payload_up, bits, group, False, following)
-    value, _ = activate(gate.float(), activation)
-    out.copy_(value if up is None else value * up.float())
+        encode_groups(up.view(-1), payload_up, bits, group, False, following)
+    torch.mul(TABLE[activation].value(gate.float()), 1.0 if up is None else up.float(), out=out)
 
 
 @operator(writes="out", check=_check_recompute)
@@ -123,8 +114,8 @@ def recompute(
     activation: str, bits: int, group: int,
 ) -> None:  # fmt: skip
     """out = act(gate') * up', where gate' and up' are the decoded payloads."""
-    value, _ = activate(decoded(payload_gate, out.shape, bits, group), activation)
-    out.copy_(value if payload_up is None else value * decoded(payload_up, out.shape, bits, group))
+    value = TABLE[activation].value(decoded(payload_gate, out.shape, bits, group))
+    torch.mul(value, 1.0 if payload_up is None else decoded(payload_up, out.shape, bits, group), out=out)
 
 
 @operator(writes=("grad_gate", "grad_up", "out"), check=_check_backward)
@@ -134,19 +125,14 @@ def backward(
     activation: str, bits: int, group: int,
 ) -> None:  # fmt: skip
     """Gradients of act(gate) * up at gate' and up'; `out`, if given, gets act(gate') * up' itself."""
-    value, slope = activate(decoded(payload_gate, grad_gate.shape, bits, group), activation)
-    g = grad_out.float()
+    x, g, function = decoded(payload_gate, grad_gate.shape, bits, group), grad_out.float(), TABLE[activation]
+    value = function.value(x)
     if payload_up is not None and grad_up is not None:
+        torch.mul(g, value, out=grad_up)
         up = decoded(payload_up, grad_up.shape, bits, group)
-        if out is not None:
-            out.copy_(value * up)
-        grad_up.copy_(g * value)
-        g = g * up
-    elif out is not None:
+        value.mul_(up)
+        g = up.mul_(g)  # in place, as above: this is the moment at which a training step takes most memory
+    if out is not None:
         out.copy_(value)
-    grad_gate.copy_(g * slope)
-
-
-def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Values and derivatives of an activation in float32; NaN for NaN."""
-    return TABLE[activation].value(x), TABLE[activation].slope(x)
+    del value
+    grad_gate.copy_(function.gradient(g, x))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit.codecs.group_int import reference as group_int
 from lowbit.codecs.group_int.reference import check_asymmetric, check_settings, decoded
-from lowbit.kernels import operator
+from lowbit.kernels import implementation, operator
 from lowbit.kernels.operators import check_shapes
 
 
@@ -58,7 +58,7 @@ def encode(
     eps: float, centred: bool, offset: float, bits: int, group: int, seed: int | None,
 ) -> None:  # fmt: skip
     """out = norm(x), computed from the unrounded x; payload: x."""
-    group_int.encode.definition(x.view(-1), payload, bits, group, False, seed)
+    implementation(group_int.encode, x.device)(x.view(-1), payload, bits, group, False, seed)
     normal_NC, _ = _normalized(x.float(), eps, centred)
     out.copy_(_affine(normal_NC, weight, bias, offset))
 

@@ -6,7 +6,7 @@ Shape suffixes: N elements, G groups of L.
 import torch
 from torch import Tensor
 
-from lowbit.kernels import operator
+from lowbit.kernels import implementation, operator
 from lowbit.kernels.exact import LARGEST, SMALLEST, inverse, store, uniform
 from lowbit.kernels.layout import Layout, ceil_div, pack_groups, unpack_groups, zero_gaps
 from lowbit.kernels.operators import check_bytes, check_numbers
@@ -91,7 +91,7 @@ def decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool,
 def decoded(payload: Tensor, shape: torch.Size, bits: int, group: int) -> Tensor:
     """Decode an asymmetric payload to float32, for operators that have one as input."""
     x = torch.empty(shape, device=payload.device)
-    decode.definition(payload, x.view(-1), bits, group, False, False)
+    implementation(decode, payload.device)(payload, x.view(-1), bits, group, False, False)
     return x
 
 
