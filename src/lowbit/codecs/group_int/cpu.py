@@ -9,6 +9,9 @@ from lowbit.kernels.cpu.jit import helper, kernel, over_rows
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections, widen, zero_gaps
 from lowbit.kernels.cpu.memory import get_float, get_half, get_int, put_byte, put_float, put_half, put_int
 from lowbit.kernels.cpu.operations import (
+    HALF,
+    ONE,
+    ZERO,
     code_below,
     float_bits,
     from_bf16,
@@ -23,11 +26,8 @@ from lowbit.kernels.cpu.operations import (
     uniform,
 )
 from lowbit.kernels.cpu.runs import (
-    HALF,
     LARGEST,
-    ONE,
     SMALLEST,
-    ZERO,
     are_finite,
     decode_run,
     encode_run,
@@ -69,14 +69,6 @@ def decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool,
         )  # fmt: skip
 
     over_rows(work, ceil_div(out.numel(), group), out.nbytes)
-
-
-def parts(payload: Tensor | None, like: Tensor, bits: int, group: int) -> tuple[int, int, int]:
-    """Addresses of the sections of an asymmetric payload of `like`; zeros without a payload."""
-    if payload is None:
-        return 0, 0, 0
-    at = sections(payload, group_int_layout(like.numel(), bits, group, symmetric=False))
-    return at["scales"], at["mids"], at["codes"]
 
 
 def encode_scratch(group: int, per_block: int) -> int:
@@ -122,7 +114,9 @@ def encode_groups(
                     v = get_float(at, j) * factor + added
                     v += uniform(begin + g * group + j, seed)
                     put_byte(codes, j, code_below(v, limit))
-                pack(codes, count, bits, to)
+                for j in range(count, (count + 7) & -8):
+                    put_byte(codes, j, 0)
+                pack(codes, (count + 7) & -8, bits, to)
             else:
                 encode_run(at, count, factor, added, limit, bits, to, codes)
 

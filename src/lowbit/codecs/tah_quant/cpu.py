@@ -39,6 +39,9 @@ from lowbit.kernels.cpu.memory import (
     put_int,
 )
 from lowbit.kernels.cpu.operations import (
+    HALF,
+    ONE,
+    ZERO,
     add32,
     bits_float,
     byte_of_flags,
@@ -58,11 +61,8 @@ from lowbit.kernels.cpu.operations import (
     truncate,
 )
 from lowbit.kernels.cpu.runs import (
-    HALF,
     LARGEST,
-    ONE,
     SMALLEST,
-    ZERO,
     are_finite,
     decode_run,
     encode_run,

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from lowbit.kernels.cpu.formulas import INTEGER_BITS
 from lowbit.kernels.cpu.jit import helper
 from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, put_byte, put_int, put_word
 from lowbit.kernels.cpu.operations import (
+    INTEGER_BITS,
     add32,
     bits_float,
     flags_of_byte,
@@ -21,7 +21,7 @@ from lowbit.kernels.cpu.operations import (
     order_key,
     weighted_log,
 )
-from lowbit.kernels.cpu.runs import KEY_INFINITY, are_finite, entropy_sums_64
+from lowbit.kernels.cpu.runs import KEY_INFINITY, USUAL, are_finite
 
 
 @helper
@@ -119,9 +119,14 @@ def _scale(low, high) -> Any:
 @helper
 def _put_sums(x, count, scale, total, terms) -> None:
     """Write the sums of up to 128 integers and of their weighted logarithms, which are below 2^31: 32 bits suffice."""
-    if count == 64:
-        entropy_sums_64(x, scale, total, terms)
-        return
+    if count == USUAL:
+        _add_up(x, USUAL, scale, total, terms)
+    else:
+        _add_up(x, count, scale, total, terms)
+
+
+@helper
+def _add_up(x, count, scale, total, terms) -> None:
     integers, weighted = np.int32(0), np.int32(0)
     for j in range(count):
         scaled = level(get_float(x, j), scale)

@@ -40,6 +40,8 @@ from lowbit.kernels.cpu.memory import (
     put_word,
 )
 from lowbit.kernels.cpu.operations import (
+    ONE,
+    ZERO,
     bits_float,
     greater,
     lesser,
@@ -47,7 +49,7 @@ from lowbit.kernels.cpu.operations import (
     round_signed,
     truncate,
 )
-from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
+from lowbit.kernels.cpu.runs import SMALLEST
 from lowbit.kernels.layout import ceil_div
 
 FAR, MOST = np.float32(FARTHEST), np.float32(127)

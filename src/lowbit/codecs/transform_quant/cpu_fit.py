@@ -52,8 +52,8 @@ from lowbit.kernels.cpu.memory import (
     put_float,
     put_int,
 )
-from lowbit.kernels.cpu.operations import greater, power_of_two
-from lowbit.kernels.cpu.runs import ONE, SMALLEST
+from lowbit.kernels.cpu.operations import ONE, greater, power_of_two
+from lowbit.kernels.cpu.runs import SMALLEST
 
 SAMPLE = 1 << 13  # approximate number of coefficients that measure how well the tables fit a message
 LEAST_ROWS = 32  # tokens among them, at least

@@ -1,11 +1,10 @@
 """Compile, cache and run kernels, and make functions for them from LLVM instructions that Python cannot express.
 
 Kernels run without the interpreter's lock and without fast-math: if steps were fused or reordered, their bytes would
-differ from the reference's (`summing` is for results that the other end does not recompute). Numba's front end takes
-most of the compile time, widens arithmetic on small integers to 64 bits, and counts references to arrays in inner
-loops. So kernels take addresses instead of arrays, and elementwise formulas are built as LLVM instructions
-(`operation`); loops stay in Python. `over_rows` runs ranges of rows on a pool of Python threads, because kernels hold
-no lock, and a busy host slows them no further.
+differ from the reference's (`summing` is for results that the other end does not recompute). Numba counts references to
+arrays in inner loops, so kernels take addresses instead of arrays. What Python cannot express, such as access to memory
+at an address, is built as LLVM instructions (`operation`). `over_rows` runs ranges of rows on a pool of Python threads,
+because kernels hold no lock, and a busy host slows them no further.
 """
 
 import contextlib

@@ -15,23 +15,21 @@ from torch import Tensor
 from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
 from lowbit.kernels.cpu.memory import Room, get_float, get_half, put_float, put_half
 from lowbit.kernels.cpu.operations import (
+    ONE,
+    ZERO,
     float_bits,
     from_bf16,
     from_fp16,
     greater,
     greater32,
     magnitude,
-    overflown,
     to_bf16,
     to_fp16,
 )
-from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
+from lowbit.kernels.cpu.runs import SMALLEST
 from lowbit.kernels.layout import Layout
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-# For arguments from kernel to kernel: with Python literals, numba would compile the callee again for each.
-LINE, NO = np.int64(FLOAT32), np.bool_(False)
-
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
@@ -39,11 +37,6 @@ def sections(payload: Tensor, layout: Layout) -> dict[str, int]:
     """Address of each section of a payload."""
     start = payload.data_ptr()
     return {name: start + offset for name, offset in layout.offsets.items()}
-
-
-def element(x: Tensor | None) -> tuple[int, int]:
-    """Address and kind of a tensor; None gets a kind for which `write_line` writes nothing."""
-    return (0, -1) if x is None else (x.data_ptr(), KINDS[x.dtype])
 
 
 def zero_gaps(payload: Tensor, layout: Layout) -> None:
@@ -79,33 +72,6 @@ def narrow(line, y, kind, start, count, accumulate) -> None:
     else:
         for j in range(count):
             put_half(y, start + j, to_fp16(get_float(line, j)))
-
-
-@helper
-def read_line(x, kind, start, count, line) -> Any:
-    """Address of `count` elements from `start` on as float32: in place, or converted into a line."""
-    if kind == FLOAT32:
-        return x + 4 * start
-    widen(x, kind, start, count, line)
-    return line
-
-
-@helper
-def output_line(y, kind, start, line) -> Any:
-    """Address where to compute the float32 numbers that `write_line` then writes."""
-    return y + 4 * start if kind == FLOAT32 else line
-
-
-@helper
-def write_line(line, y, kind, start, count) -> None:
-    """Write an `output_line` to the elements from `start` on; beyond float16 they become Inf."""
-    # float32 was computed in its place (`output_line`).
-    if kind == BFLOAT16:
-        for j in range(count):
-            put_half(y, start + j, to_bf16(get_float(line, j)))
-    if kind == FLOAT16:
-        for j in range(count):
-            put_half(y, start + j, to_fp16(overflown(get_float(line, j))))
 
 
 @helper
