@@ -171,7 +171,7 @@ def _coded(
             bits, beyond = _symbols_of(
                 z.data_ptr(), first, last, geo.channels, channel, rows, inverse, seed, codes, symbols
             )
-            used = _taken_in(symbols, count, address(shares), address(word_places), words, states)
+            used = _taken_in(symbols, count, address(shares), words, states)
             table[i] = used, beyond, -(-bits // 16) * 2
 
     over_rows(work, geo.streams, z.nbytes)
@@ -223,7 +223,7 @@ def _codings(lines, keys, channel, row, channels) -> Any:
 
 
 @kernel
-def _taken_in(symbols, count, table, places, words, states) -> Any:
+def _taken_in(symbols, count, table, words, states) -> Any:
     """Encode symbols into states from the last to the first; fill `words` from its end, and return their number."""
     end = words + 2 * count
     for lane in range(LANES):
@@ -231,7 +231,7 @@ def _taken_in(symbols, count, table, places, words, states) -> Any:
     for place in range(count, (count + 7) // 8 * 8):
         put_half(symbols, place, NEUTRAL)
     for place in range((count - 1) // 8 * 8, -1, -8):
-        end -= 2 * encoded_eight(states + 4 * (place & (LANES - 1)), symbols + 2 * place, table, places, end)
+        end -= 2 * encoded_eight(states + 4 * (place & (LANES - 1)), symbols + 2 * place, table, end)
     return (words + 2 * count - end) >> 1
 
 

@@ -1,4 +1,4 @@
-"""Operations on each coefficient, as 32-bit LLVM instructions (see `lowbit.kernels.cpu.formulas`)."""
+"""Operations on each coefficient, and on eight symbols of the entropy coder."""
 
 # pyright: reportAttributeAccessIssue=false
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.types import float32, int32, int64
+from numba.types import int64
 
 from lowbit.codecs.transform_quant.reference import (
     BEGIN,
@@ -29,138 +29,126 @@ from lowbit.codecs.transform_quant.reference import (
     WORD,
     limits,
 )
-from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32, magnitude, power_of_two
-from lowbit.kernels.cpu.jit import operation
-from lowbit.kernels.cpu.memory import F32, I8, I16, I32, I64
+from lowbit.kernels.cpu.jit import helper, operation
+from lowbit.kernels.cpu.memory import I8, I16, I32, I64, get_half, get_int, put_half, put_int
+from lowbit.kernels.cpu.operations import (
+    HALF,
+    ONE,
+    ZERO,
+    add32,
+    float_bits,
+    greater,
+    greater32,
+    lesser,
+    lesser32,
+    magnitude,
+    power_of_two,
+)
 
-EIGHT_I16, EIGHT_I32, EIGHT_F32 = (ir.VectorType(kind, 8) for kind in (I16, I32, F32))
+EIGHT_I16, EIGHT_I32 = (ir.VectorType(kind, 8) for kind in (I16, I32))
 NEUTRAL = CONTEXTS << 4  # a symbol that leaves a state as it is; likewise the context CONTEXTS
 DEAD_TOKEN = -(1 << 20)  # addend to scales that marks a token without coefficients
+FAR, CELL, MIDDLE_DITHER = np.float32(FARTHEST), np.float32(1 / 256), np.float32(127.5)
+ODD_SQUARE, NOISE_SQUARE = np.float32(float(ROOT)), np.float32(float(NOISE))
 
 
-@operation(int32, int64, int64, int32)
-def dither_of(b: Any, first: Any, index: Any, seed: Any) -> Any:
+@helper
+def dither_of(first, index, seed) -> Any:
     """A byte for an element of a row that begins with the element `first`: `reference.dither`, in 32 bits."""
-    low, above = b.trunc(first, I32), b.trunc(b.lshr(first, I64(32)), I32)
-    place, seed = b.add(low, b.trunc(index, I32)), b.add(seed, b.mul(above, I32(0x9E3779B9)))
-    carried = b.icmp_unsigned("<", place, low)
-    h = b.xor(place, b.select(carried, b.add(seed, I32(0x9E3779B9)), seed))
-    h = b.mul(b.xor(h, b.lshr(h, I32(16))), I32(0x7FEB352D))
-    h = b.mul(b.xor(h, b.lshr(h, I32(15))), I32(0x846CA68B))
-    return b.lshr(b.xor(h, b.lshr(h, I32(16))), I32(24))
+    low, more = np.uint32(first), np.uint32(0x9E3779B9)
+    place, seed = np.uint32(low + np.uint32(index)), np.uint32(seed + np.uint32(np.uint32(first >> 32) * more))
+    h = place ^ np.uint32(seed + (more if place < low else np.uint32(0)))
+    h = np.uint32(np.uint32(h ^ (h >> 16)) * np.uint32(0x7FEB352D))
+    h = np.uint32(np.uint32(h ^ (h >> 15)) * np.uint32(0x846CA68B))
+    return np.int32(np.uint32(h ^ (h >> 16)) >> 24)
 
 
-@operation(int32, int32, int32)
-def scale_of(b: Any, channel: Any, row: Any) -> Any:
+@helper
+def scale_of(channel, row) -> Any:
     """The standard deviation that a coefficient is coded for, in quarters of an octave of a step."""
-    return lesser32(b, greater32(b, b.add(channel, row), I32(LOWEST)), I32(HIGHEST))
+    return lesser32(greater32(add32(channel, row), LOWEST), HIGHEST)
 
 
-@operation(int32, int32, int32)
-def coding_of(b: Any, scale: Any, row: Any) -> Any:
+@helper
+def coding_of(scale, row) -> Any:
     """How codes of a scale are coded: 32 times the first of their tables, plus the width of their lowest bits."""
-    dead = b.icmp_signed("==", row, I32(DEAD_TOKEN))
-    high = b.icmp_signed(">=", scale, I32(0))
-    group = b.sub(b.select(high, b.and_(scale, I32(3)), scale), I32(LOWEST))
-    group = b.select(dead, I32(DEAD), group)
-    return b.add(b.mul(group, I32(32 * DITHERS)), b.ashr(greater32(b, scale, I32(0)), I32(2)))
+    group = np.int32(scale & 3) if scale >= 0 else np.int32(scale)
+    group = np.int32(DEAD) if row == DEAD_TOKEN else np.int32(group - LOWEST)
+    return np.int32(group * (32 * DITHERS) + (greater32(scale, 0) >> 2))
 
 
-@operation(int32, int32)
-def raw_of(b: Any, coding: Any) -> Any:
+@helper
+def raw_of(coding) -> Any:
     """Number of a code's lowest bits that are sent uncoded."""
-    return b.and_(coding, I32(31))
+    return np.int32(coding & 31)
 
 
-@operation(int32, int32, int32)
-def context_of(b: Any, coding: Any, dither: Any) -> Any:
+@helper
+def context_of(coding, dither) -> Any:
     """The table that a symbol is coded with."""
-    value = b.lshr(dither, b.and_(coding, I32(31)))
-    mirrored = b.sub(I32(255), value)
-    near = lesser32(b, value, mirrored)
+    value = np.int32(np.int32(dither) >> (coding & 31))
+    near = lesser32(value, 255 - value)
     # The first borders are powers of two: the exponent of `near` counts those that it reaches.
-    exponent = b.lshr(b.bitcast(b.sitofp(b.or_(near, I32(1)), F32), I32), I32(23))
-    place = lesser32(b, b.sub(exponent, I32(127)), I32(len(BORDERS) - 2))
-    for border in BORDERS[-2:]:
-        place = b.add(place, b.zext(b.icmp_signed(">=", near, I32(border)), I32))
-    low = b.icmp_signed("<", value, I32(128))
-    place = b.select(low, place, b.sub(I32(DITHERS - 1), place))
-    return b.add(b.lshr(coding, I32(5)), place)
+    place = lesser32((float_bits(np.float32(np.int32(near | 1))) >> 23) - 127, len(BORDERS) - 2)
+    place = add32(add32(place, near >= BORDERS[-2]), near >= BORDERS[-1])
+    place = place if value < 128 else np.int32(DITHERS - 1 - place)
+    return np.int32((coding >> 5) + place)
 
 
-@operation(int32, float32, float32, int32)
-def code_of(b: Any, value: Any, inverse: Any, dither: Any) -> Any:
+@helper
+def code_of(value, inverse, dither) -> Any:
     """The number of the cell that a coefficient falls into."""
-    shift = b.fmul(b.fadd(b.sitofp(dither, F32), F32(0.5)), F32(1 / 256))
-    scaled = b.fadd(b.fmul(value, inverse), shift)
-    scaled = b.select(b.fcmp_unordered("uno", scaled, scaled), F32(0), scaled)
-    scaled = lesser(b, greater(b, scaled, F32(-FARTHEST)), F32(FARTHEST))
-    code = b.fptosi(scaled, I32)
-    above = b.fcmp_ordered(">", b.sitofp(code, F32), scaled)
-    return b.sub(code, b.zext(above, I32))
+    scaled = value * inverse + (np.float32(np.int32(dither)) + HALF) * CELL
+    scaled = scaled if scaled == scaled else ZERO
+    scaled = lesser(greater(scaled, -FAR), FAR)
+    code = np.int32(scaled)
+    return np.int32(code - np.int32(np.float32(code) > scaled))
 
 
-@operation(int32, int32, int32, int32)
-def symbol_of(b: Any, code: Any, coding: Any, context: Any) -> Any:
+@helper
+def symbol_of(code, coding, context) -> Any:
     """16 times the table, plus the symbol of a code's upper part."""
-    upper = b.ashr(code, b.and_(coding, I32(31)))
-    symbol = b.add(upper, I32(MIDDLE))
-    inside = b.icmp_unsigned("<", symbol, I32(SYMBOLS))  # 0, too, is one beyond
-    return b.add(b.shl(context, I32(4)), b.select(inside, symbol, I32(0)))
+    symbol = np.int32((np.int32(code) >> (coding & 31)) + MIDDLE)
+    inside = 0 <= symbol < SYMBOLS  # 0, too, is one beyond
+    return np.int32(np.int32(context << 4) + (symbol if inside else np.int32(0)))
 
 
-@operation(float32, int32, int32)
-def middle_of(b: Any, code: Any, dither: Any) -> Any:
+@helper
+def middle_of(code, dither) -> Any:
     """Middle of a cell without the dither, in steps."""
-    shift = b.fmul(b.fsub(F32(127.5), b.sitofp(dither, F32)), F32(1 / 256))
-    return b.fadd(b.sitofp(code, F32), shift)
+    return np.float32(np.int32(code)) + (MIDDLE_DITHER - np.float32(np.int32(dither))) * CELL
 
 
-@operation(float32, float32, int32)
-def drawn(b: Any, middle: Any, scale: Any) -> Any:
+@helper
+def drawn(middle, scale) -> Any:
     """`reference.drawn`, with shares computed instead of looked up: table loads cannot be vectorised."""
-    odd = b.icmp_signed("!=", b.and_(scale, I32(1)), I32(0))
-    square = b.fmul(b.select(odd, F32(float(ROOT)), F32(1)), power_of_two(b, b.ashr(scale, I32(1))))
-    share, size = b.fdiv(square, b.fadd(square, F32(float(NOISE)))), magnitude(b, middle)
-    size = greater(b, b.fmul(size, share), b.fsub(size, F32(0.5)))
-    return b.select(b.fcmp_ordered("<", middle, F32(0)), b.fneg(size), size)
+    square = (ODD_SQUARE if scale & 1 else ONE) * power_of_two(np.int32(scale) >> 1)
+    share, size = square / (square + NOISE_SQUARE), magnitude(middle)
+    size = greater(size * share, size - HALF)
+    return -size if middle < ZERO else size
 
 
-@operation(int64, int64, int64, int64, int64, int64)
-def encoded_eight(b: Any, states: Any, symbols: Any, table: Any, places: Any, end: Any) -> Any:
+@helper
+def encoded_eight(states, symbols, table, end) -> Any:
     """Encode eight symbols, 16 bits each, into eight states; return the number of words.
 
     The words of states that would get too large are written so that the last one ends at `end`, in the states' order.
-    What is below them may be overwritten as well.
 
     Args:
-        table, places: addresses of `shares` and `word_places`.
+        table: address of `shares`.
     """
-    state = b.load(_at(b, states, 0, EIGHT_I32), align=4)
-    share = ir.Constant(EIGHT_I32, ir.Undefined)
-    for lane in range(8):
-        symbol = b.zext(b.load(_at(b, symbols, 2 * lane, I16), align=2), I64)
-        entry = b.load(_at(b, b.add(table, b.shl(symbol, I64(2))), 0, I32), align=4)
-        share = b.insert_element(share, entry, I32(lane))
-    start = b.and_(share, _all(EIGHT_I32, TOTAL - 1))
-    share = b.lshr(share, _all(EIGHT_I32, 16))
-    full = b.icmp_unsigned(">=", state, b.shl(share, _all(EIGHT_I32, LIMIT)))
-    mask = b.zext(b.bitcast(full, I8), I64)
-    word, places = b.trunc(state, EIGHT_I16), b.add(places, b.shl(mask, I64(3)))
-    for lane in reversed(range(8)):  # a state without a word writes where the next one below it does
-        place = b.zext(b.load(_at(b, places, lane, I8), align=1), I64)
-        b.store(b.extract_element(word, I32(lane)), _at(b, b.sub(end, place), 0, I16), align=2)
-    state = b.select(full, b.lshr(state, _all(EIGHT_I32, WORD)), state)
-    # The quotient is below 2^19, so rounding errors of float32 change it by at most 1.
-    quotient = b.fptosi(b.fdiv(b.sitofp(state, EIGHT_F32), b.sitofp(share, EIGHT_F32)), EIGHT_I32)
-    rest = b.sub(state, b.mul(quotient, share))
-    below = b.sext(b.icmp_signed("<", rest, _all(EIGHT_I32, 0)), EIGHT_I32)
-    quotient, rest = b.add(quotient, below), b.add(rest, b.and_(share, below))
-    above = b.sext(b.icmp_signed(">=", rest, share), EIGHT_I32)
-    quotient, rest = b.sub(quotient, above), b.sub(rest, b.and_(share, above))
-    state = b.add(b.shl(quotient, _all(EIGHT_I32, PRECISION)), b.add(rest, start))
-    b.store(state, _at(b, states, 0, EIGHT_I32), align=4)
-    return b.ctpop(mask)
+    words = 0
+    for lane in range(7, -1, -1):
+        state, entry = np.uint32(get_int(states, lane)), get_int(table, np.int64(get_half(symbols, lane)))
+        start, share = np.uint32(entry & (TOTAL - 1)), np.uint32(entry) >> 16
+        if state >= np.uint32(share << LIMIT):
+            words += 1
+            put_half(end - 2 * words, 0, state)
+            state = np.uint32(state >> WORD)
+        quotient = np.uint32(state // np.uint32(share))
+        rest = np.uint32(state - np.uint32(quotient * share))
+        put_int(states, lane, np.uint32(np.uint32(quotient << PRECISION) + rest + start))
+    return words
 
 
 @operation(int64, int64, int64, int64, int64, int64)

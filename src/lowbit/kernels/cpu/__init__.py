@@ -4,7 +4,9 @@
   addresses.
 - `memory`: reads and writes single elements at an address. `lines`: converts elements of any dtype from and to float32,
   and sums them in any order.
-- `operations`: formulas on one number, for loops in Python. `formulas`: the same on vectors, for LLVM code.
-- `runs`: extremes of a group or tile, `pack` and `unpack` for codes of any meaning. For uniform quantization,
-  `encode_run` and `decode_run` compute and pack the codes as vectors.
+- `operations`: formulas on one number.
+- `runs`: extremes of a group or tile, `pack` and `unpack` for codes of any meaning; for uniform quantization,
+  `encode_run` and `decode_run`.
+
+How to write a kernel, and the few operations that stay LLVM instructions: docs/how-to/cpu-kernels.md.
 """
