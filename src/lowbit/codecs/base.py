@@ -181,6 +181,11 @@ class Session:
         self._note: Tensor | None = None  # `note` of the message that is being encoded
         self._nbytes, self._plain = codec.sized(shape, dtype)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all tensors are sent as plain numbers."""
+        return self._plain or self.codec.is_plain
+
     def nbytes(self) -> int:
         """Bytes of the next message."""
         return self._nbytes

@@ -11,6 +11,7 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int, check_timeout
 from lowbit.codecs.defaults import backward_codec
 from lowbit.escape import shown
+from lowbit.pipeline.anchors import TokenAnchor
 
 Codecs = Codec | Mapping[int, Codec]
 """One codec for all boundaries, or a mapping from boundary index (i: between stages i and i + 1)."""
@@ -24,11 +25,20 @@ class StepKind:
         training: False in an evaluation pass.
         full_precision: True during the warm-up, when everything travels in its own dtype.
         samples: sample ids of each micro-batch, for codecs that need them.
+        tokens: token ids of each micro-batch, int64 (batch, sequence) on the CPU, if there is a token anchor.
+        renewing: True if activations of the first micro-batch travel in their own dtype, to renew the token anchors.
     """
 
     training: bool = True
     full_precision: bool = False
     samples: Sequence[Sequence[int]] = ()
+    tokens: Sequence[Tensor] = ()
+    renewing: bool = False
+
+    @property
+    def phase(self) -> int:
+        """Number of what decides the sizes of messages: 0 at full precision, 2 if renewing, 1 otherwise."""
+        return 0 if self.full_precision else 1 + self.renewing
 
 
 def default_backward(forward: Codecs) -> Codecs:
@@ -59,6 +69,14 @@ def check_numbers(warmup_steps: object, timeout: object) -> None:
     """Raise a TypeError or ValueError unless these are a valid number of steps and of seconds."""
     check_int("warmup_steps", warmup_steps, 0, sys.maxsize)
     check_timeout(timeout)
+
+
+def check_anchor(anchor: object, warmup_steps: int) -> None:
+    """Raise a TypeError or ValueError unless it is None or a token anchor that will see exact tensors."""
+    if not isinstance(anchor, TokenAnchor | None):
+        raise TypeError(f"anchor is {shown(anchor)}; allowed: None or a TokenAnchor")
+    if anchor is not None and not warmup_steps and not anchor.renew:
+        raise ValueError("anchor needs exact tensors; allowed: warmup_steps, or renew of the TokenAnchor, from 1")
 
 
 def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:

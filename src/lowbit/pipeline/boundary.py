@@ -17,6 +17,7 @@ from lowbit import escape
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import call, check_ends, compared, is_own, open_session
+from lowbit.pipeline.anchors import Anchors, Fit, TokenAnchor
 from lowbit.pipeline.arguments import StepKind
 from lowbit.wire.traffic import Traffic
 
@@ -134,11 +135,13 @@ class Lane:
         device: torch.device | str,
         traffic: Traffic,
         overhead: int = 0,
+        anchor: TokenAnchor | None = None,
     ) -> None:
         self.name = f"boundary {boundary} {direction}"
         self.boundary, self.direction, self.codec = boundary, direction, codec
         self._device = torch.device(device)
         self.states = States(self.name, codec, self._device)
+        self.anchors = Anchors(anchor, self.name, self._device) if anchor and direction == "forward" else None
         self._slots: Sequence[Sequence[Slot]] = ()  # by micro-batch
         self._traffic, self._overhead = traffic, overhead
 
@@ -156,6 +159,18 @@ class Lane:
                 raise TypeError(f"dtype is {slot.dtype}; allowed: {', '.join(map(str, FLOATS))}")
             if slot.coded:
                 self.states.session(index, slot)
+
+    def check_tokens(self, slots: Iterable[Slot], tokens: Iterable[Tensor]) -> None:
+        """Raise a ValueError unless all token ids are those of a coded tensor among these."""
+        shapes = {slot.shape[:-1] for slot in slots if slot.coded}
+        if self.anchors is None or not shapes:
+            return
+        for ids in tokens:
+            if ids.shape not in shapes:
+                raise ValueError(
+                    f"ids of a micro-batch have shape {tuple(ids.shape)}; allowed: (batch, sequence) of tensors that "
+                    f"cross, {_listed(map(tuple, shapes))}"
+                )
 
     def use(self, slots: Sequence[Sequence[Slot]]) -> None:
         self._slots = slots
@@ -191,10 +206,13 @@ class Lane:
             message = torch.empty(size + room * bool(size), dtype=torch.uint8, device=x.device)
             payload = message[:size]
             if session is not None:
+                if (predicted := self._predicted(session, index, step, micro_batch)) is not None:
+                    x = x.float() - predicted
                 session.encode(x, training=step.training, out=payload, note=note)
             else:
                 # Copied, because the model may reuse the memory of its output while the bytes are in flight.
                 payload.view(x.dtype).view(x.shape).copy_(x.detach())
+                self._learn(index, step, micro_batch, x)
         self._traffic.count(self.direction, size + self._overhead * bool(size), x.numel())
         return message
 
@@ -202,10 +220,14 @@ class Lane:
         with self._isolated("decode", micro_batch):
             out = out.detach()
             session, _ = self._coding(index, step, micro_batch)
-            if session is not None:
+            if session is None:
+                out.copy_(payload.view(out.dtype).view(out.shape))
+                self._learn(index, step, micro_batch, out)
+            elif (predicted := self._predicted(session, index, step, micro_batch)) is None:
                 session.decode(payload, out=out, training=step.training)
             else:
-                out.copy_(payload.view(out.dtype).view(out.shape))
+                rest = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+                out.copy_(session.decode(payload, out=rest, training=step.training).add_(predicted))
 
     def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
         """Show this sender the tensor that crossed the other way; return a note for `encode`, if the codec has one."""
@@ -219,18 +241,36 @@ class Lane:
             f"{self.name} payload bytes": _listed(s.max_nbytes() for s in sessions),
             f"{self.name} state bytes": _listed(s.state_bytes() for s in sessions),
             f"{self.name} state": self.states.digest(),
+            **({f"{self.name} token anchor": self.anchors.digest()} if self.anchors else {}),
         }
 
     def _coding(self, index: int, step: StepKind, micro_batch: int) -> tuple[Session | None, int]:
         """The session that codes the next message of a tensor (None: the tensor travels as it is), and its bytes."""
         slot = self._slots[micro_batch][index]
         unknown = self.codec.needs_key and not step.training  # the codec only knows the samples it is trained on
-        if step.full_precision or unknown or not slot.coded:
+        renewing = step.renewing and micro_batch == 0 and self.anchors is not None
+        if step.full_precision or renewing or unknown or not slot.coded:
             return None, slot.shape.numel() * slot.dtype.itemsize
         session = self.states.session(index, slot)
         if step.samples:
             session.samples = step.samples[micro_batch]
         return session, session.nbytes()
+
+    def _fit(self, index: int, step: StepKind, micro_batch: int) -> Fit | None:
+        """The fit of a tensor's token anchor, if it has one in this step."""
+        slot = self._slots[micro_batch][index]
+        if self.anchors is None or not step.tokens or not slot.coded or self.codec.is_plain:
+            return None
+        fits = step.tokens[micro_batch].shape == slot.shape[:-1]
+        return self.anchors.fit(index, slot.shape[-1]) if fits else None
+
+    def _learn(self, index: int, step: StepKind, micro_batch: int, x: Tensor) -> None:
+        if step.training and (fit := self._fit(index, step, micro_batch)) is not None:
+            fit.learn(step.tokens[micro_batch], x)
+
+    def _predicted(self, session: Session, index: int, step: StepKind, micro_batch: int) -> Tensor | None:
+        fit = self._fit(index, step, micro_batch)
+        return None if fit is None or session.is_plain else fit.predict(step.tokens[micro_batch])
 
     @contextlib.contextmanager
     def _isolated(self, span: str, micro_batch: int) -> Iterator[None]:

@@ -13,8 +13,9 @@ from lowbit.codecs.checks import check_int
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.escape import shown
 from lowbit.pipeline import arguments
+from lowbit.pipeline.anchors import TokenAnchor
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
-from lowbit.pipeline.boundary import Direction, Lane, Slot, States
+from lowbit.pipeline.boundary import Direction, Lane, Slot
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 
@@ -27,6 +28,7 @@ def emulate_(
     backward: Codecs | None = None,
     warmup_steps: int = 0,
     in_evaluation: bool = True,
+    anchor: TokenAnchor | None = None,
 ) -> "Emulation":
     """Put a pipeline's codecs after some modules of a model, in place.
 
@@ -50,11 +52,14 @@ def emulate_(
             calls of `schedule.step`.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
+        anchor: code only what the token ids do not already say about activations (`Emulation.set_tokens`); modules in
+            `at` must then not be checkpointed, as for codecs that keep something.
 
     Raises:
         ValueError, TypeError: a name that the model does not have, or an invalid codec or number.
     """
     check_int("warmup_steps", warmup_steps, 0, 2**63 - 1)
+    arguments.check_anchor(anchor, warmup_steps)
     modules = dict(model.named_modules())
     if isinstance(at, str) or not at:
         raise ValueError(f"at is {shown(at)}; allowed: a list of names of submodules, such as {_some(modules)}")
@@ -68,7 +73,7 @@ def emulate_(
     codecs = [
         (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at))) for i in range(len(at))
     ]
-    emulation = Emulation(warmup_steps, in_evaluation)
+    emulation = Emulation(warmup_steps, in_evaluation, anchor)
     for boundary, (name, pair) in enumerate(zip(at, codecs, strict=True)):
         emulation._insert(modules[name], boundary, *pair)
     return emulation
@@ -81,10 +86,13 @@ class Emulation:
         traffic: what all stages of the pipeline together would send, including the checksums that are sent by default.
     """
 
-    def __init__(self, warmup_steps: int, in_evaluation: bool) -> None:
+    def __init__(self, warmup_steps: int, in_evaluation: bool, anchor: TokenAnchor | None) -> None:
         self.traffic = Traffic()
         self._steps, self._warmup_steps, self._in_evaluation = 0, warmup_steps, in_evaluation
         self._samples: Sequence[int] | None = None
+        self._anchor = anchor
+        self._tokens: Tensor | None = None
+        self._renewed: set[int] = set()  # boundaries that a first micro-batch of this step has crossed
         self._handles: list[RemovableHandle] = []
         self._pairs: list[_LanePair] = []
 
@@ -95,6 +103,7 @@ class Emulation:
         several batches add up for a step of the optimizer, call it for each of these batches.
         """
         self._steps += 1
+        self._renewed.clear()
         for pair in self._pairs:
             for sender, _ in pair.lanes.values():
                 sender.states.end_step()
@@ -107,9 +116,22 @@ class Emulation:
         """
         self._samples = arguments.checked_samples(ids).tolist()
 
+    def set_tokens(self, ids: Tensor | None) -> None:
+        """Set the token ids of all forward passes from now on, int64 (micro-batch, sequence), for token anchors.
+
+        Args:
+            ids: of the micro-batch; None: it has none, and is coded without token anchors.
+
+        Raises:
+            TypeError, ValueError: not integers, another number of dimensions, or ids that the embedding does not have.
+        """
+        if self._anchor is not None:
+            self._tokens = None if ids is None else self._anchor.checked(ids)
+
     def state_bytes(self) -> int:
-        """Bytes that the codecs of both ends of all boundaries keep between steps."""
-        return sum(states.nbytes() for pair in self._pairs for states in pair.every_state())
+        """Bytes that codecs and token anchors of both ends of all boundaries keep between steps."""
+        ends = [lane for pair in self._pairs for lanes in pair.lanes.values() for lane in lanes]
+        return sum(lane.states.nbytes() + (lane.anchors.nbytes() if lane.anchors else 0) for lane in ends)
 
     def remove(self) -> None:
         """Take the codecs out of the model again."""
@@ -117,7 +139,7 @@ class Emulation:
             self._handles.pop().remove()
 
     def _insert(self, module: nn.Module, boundary: int, forward: Codec, backward: Codec) -> None:
-        activations = _LanePair(boundary, "forward", forward, self.traffic)
+        activations = _LanePair(boundary, "forward", forward, self.traffic, self._anchor)
         gradients = _LanePair(boundary, "backward", backward, self.traffic)
         recomputed = _LanePair(boundary, "forward", forward, Traffic())
         self._pairs += [activations, gradients]
@@ -132,7 +154,13 @@ class Emulation:
             if self._samples is not None:
                 step = replace(step, samples=[self._samples])
             recomputing = torch._C._current_graph_task_id() != -1  # autograd runs in this thread
-            if recomputing and forward.stateful and not step.full_precision:
+            if self._tokens is not None:
+                step = replace(step, tokens=[self._tokens])
+            if self._anchor is not None and module.training and boundary not in self._renewed and not recomputing:
+                self._renewed.add(boundary)
+                step = replace(step, renewing=self._anchor.renews(self._steps, self._warmup_steps))
+            keeps = forward.stateful or self._anchor is not None
+            if recomputing and keeps and not step.full_precision:
                 raise RuntimeError(
                     f"boundary {boundary} is computed again during backward (activation checkpointing), and {forward} "
                     "has already coded that message; allowed: checkpointing without the modules in `at`, or a codec "
@@ -148,14 +176,17 @@ class Emulation:
 class _LanePair:
     """Both ends of one direction of a boundary, on each device that uses it."""
 
-    def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
+    def __init__(
+        self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic, anchor: TokenAnchor | None = None
+    ) -> None:
         self._args: tuple[int, Direction, Codec] = boundary, direction, codec
-        self._traffic = traffic
+        self._traffic, self._anchor = traffic, anchor
         self.lanes: dict[torch.device, list[Lane]] = {}  # sender and receiver, by device
 
     def carry(self, x: Tensor, step: StepKind, note: Tensor | None = None) -> Tensor:
         """Return `x` as it arrives at the other end. note: see `Lane.encode`."""
         sender, receiver = self._ends(x)
+        sender.check_tokens([Slot(x.shape, x.dtype)], step.tokens)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x, note=note), out)
         return out
@@ -165,15 +196,14 @@ class _LanePair:
 
     def _ends(self, x: Tensor) -> list[Lane]:
         if x.device not in self.lanes:
-            self.lanes[x.device] = [Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for _ in range(2)]
+            self.lanes[x.device] = [
+                Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES, self._anchor) for _ in range(2)
+            ]
         ends, slots = self.lanes[x.device], [Slot(x.shape, x.dtype)]
         for lane in ends:
             lane.prepare(slots)
             lane.use([slots])
         return ends
-
-    def every_state(self) -> list[States]:
-        return [lane.states for ends in self.lanes.values() for lane in ends]
 
 
 class _Crossing(torch.autograd.Function):

@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from lowbit.escape import printable
+from lowbit.pipeline.anchors import TokenAnchor
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
 from lowbit.pipeline.boundary import Direction, Lane, Slot
 from lowbit.pipeline.layouts import Batch, Configuration, Constant, Layouts
@@ -22,6 +24,9 @@ class Lanes:
     Attributes:
         steps: training steps so far.
         samples: ids of the next training step's batch, for codecs that need them.
+        anchor: configuration of token anchors.
+        tokens: token ids of the next pass's batch, int64 (batch, sequence).
+        stated: fact about this pass's tokens, which all ranks must share.
         changed: the ranks must agree again, because codecs or their states have been replaced.
         peers: ranks of the neighbours on other ranks, by stage; nothing crosses to other neighbours.
         group, traffic, drain, sever: those of the transport.
@@ -30,7 +35,7 @@ class Lanes:
 
     def __init__(
         self, stage: int, stages: int, forward: Codecs, backward: Codecs, device: torch.device,
-        transport: Transport, warmup_steps: int, code_constants: bool,
+        transport: Transport, warmup_steps: int, code_constants: bool, anchor: TokenAnchor | None = None,
     ) -> None:  # fmt: skip
         self._stage, self._stages, self._device = stage, stages, device
         self.code_constants = code_constants
@@ -38,7 +43,10 @@ class Lanes:
         self.group, self.traffic = transport.group, transport.traffic
         self.drain, self.sever = transport.drain, transport.sever
         self.samples: Tensor | None = None
+        self.anchor, self.stated = anchor, "none"
+        self.tokens: Tensor | None = None
         self.peers: Mapping[int, int] = {}
+        self._lanes: dict[tuple[Direction, bool], Lane] = {}
         self.set_codecs(forward, backward)
 
     def set_codecs(self, forward: Codecs, backward: Codecs, *, keep_state: bool = False) -> None:
@@ -49,14 +57,17 @@ class Lanes:
                 codec = codec_at(direction, codecs, boundary, self._stages - 1)
                 outgoing = (direction == "forward") == (boundary == self._stage)
                 traffic, overhead = self.transport.traffic, self.transport.overhead
-                lane = lanes[direction, outgoing] = Lane(boundary, direction, codec, self._device, traffic, overhead)
-                if keep_state:
-                    lane.states.load_state_dict(self._lanes[direction, outgoing].states.state_dict())
+                lane = Lane(boundary, direction, codec, self._device, traffic, overhead, self.anchor)
+                before = self._lanes.get((direction, outgoing))
+                if keep_state and before:
+                    lane.states.load_state_dict(before.states.state_dict())
+                lane.anchors = before.anchors if before else lane.anchors
+                lanes[direction, outgoing] = lane
         self._lanes, self.changed = lanes, True
         self._learned: dict[int, list[list[int]]] = {}  # by boundary and micro-batch: tensors that get gradients
         self._routes: dict[Lane, list[list[Route]]] = {}  # of this pass, by micro-batch and tensor
         self._notes: dict[tuple[int, int], Tensor] = {}  # for gradients to send, by tensor and micro-batch
-        self._expected: set[tuple[Direction, int, bool]] = set()  # posted receives: direction, configuration, coded
+        self._expected: set[tuple[Direction, int, int]] = set()  # posted receives: direction, configuration, phase
 
     def begin(
         self, board: FailureBoard, number: int, batch: Batch, peers: Mapping[int, int], ranks: Sequence[str]
@@ -67,7 +78,11 @@ class Lanes:
             lane.states.end_step()  # before other streams of a GPU wait for this one
         self.transport.begin(board, number)
         self.peers, self._ranks = peers, ranks
-        self._step = StepKind(batch.training, self.steps < self.warmup_steps)
+        self._step = self._kind(batch.training)
+        tokens, self.tokens, self.stated = self.tokens, None, "none"
+        if self.anchor is not None and tokens is not None:
+            self.stated = f"{tuple(tokens.shape)} [{xxhash.xxh3_64_hexdigest(tokens.contiguous().numpy().data)}]"
+            self._step = replace(self._step, tokens=tokens.tensor_split(batch.micro_batches))  # as the schedule splits
         self._title = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
         if not batch.training:
             return
@@ -87,6 +102,11 @@ class Lanes:
         """
         faults, facts = [], {}
         for lane in self._lanes.values():
+            try:
+                crossing = [slot for layouts in variants.values() for slot in self._slots(lane, layouts, training)]
+                lane.check_tokens(crossing, self._step.tokens)
+            except ValueError as error:
+                faults.append(str(error))
             for first, layouts in variants.items():
                 slots = self._slots(lane, layouts, training)
                 try:
@@ -108,12 +128,12 @@ class Lanes:
         the next pass of this one: each configuration has its own tags.
         """
         if ahead:
-            self._step = StepKind(configuration.training, self.steps < self.warmup_steps)
+            self._step = self._kind(configuration.training)
         layouts = configuration.layouts[self._stage]
         for boundary in (self._stage - 1, self._stage):
             crossing = [each.outputs if boundary == self._stage else each.inputs for each in layouts]
             self._learned[boundary] = [[i for i, x in enumerate(each) if x.requires_grad] for each in crossing]
-        now = configuration.number, not self._step.full_precision
+        now = configuration.number, self._step.phase
         for (direction, outgoing), lane in self._lanes.items():
             lane.use([self._slots(lane, each, configuration.training) for each in layouts])
             self._routes[lane] = self._routes_of(lane, outgoing, configuration)
@@ -159,14 +179,18 @@ class Lanes:
             if note is not None:
                 self._notes[place, micro_batch] = note
 
-    def load_state(self, steps: int, states: Mapping[str, Any]) -> None:
-        """Set the steps so far, and the codecs' states by lane; ValueError: of another stage or codec."""
+    def load_state(self, steps: int, states: Mapping[str, Any], anchors: Mapping[str, Any]) -> None:
+        """Set the steps so far, and states of codecs and anchors by lane; ValueError: of another stage or codec."""
         lanes = self.by_name()
-        if unknown := sorted(set(states) - set(lanes)):
+        if unknown := sorted({*states, *anchors} - set(lanes)):
             raise ValueError(f"state has {printable(', '.join(unknown))}; this stage has {', '.join(lanes)}")
         self.steps, self.changed = steps, True
         for name, lane in lanes.items():
             lane.states.load_state_dict(states.get(name, {}))
+            if lane.anchors is not None:
+                lane.anchors.load_state_dict(anchors.get(name, {}))
+            elif name in anchors:
+                raise ValueError(f"state has a token anchor for {name}; allowed: with LowBitStage(anchor=...)")
 
     def forward(self, outgoing: bool) -> Lane:
         if ("forward", outgoing) not in self._lanes:
@@ -175,6 +199,10 @@ class Lanes:
 
     def by_name(self, *, outgoing_only: bool = False) -> dict[str, Lane]:
         return {lane.name: lane for (_, out), lane in self._lanes.items() if out or not outgoing_only}
+
+    def _kind(self, training: bool) -> StepKind:
+        renewing = training and self.anchor is not None and self.anchor.renews(self.steps, self.warmup_steps)
+        return StepKind(training, self.steps < self.warmup_steps, renewing=renewing)
 
     def _slots(self, lane: Lane, layouts: Layouts, training: bool) -> list[Slot]:
         """Shapes and dtypes of the tensors that cross on a lane; none cross to a neighbour on this rank."""
@@ -194,7 +222,7 @@ class Lanes:
         return [(route, nbytes) for route, nbytes in sized if nbytes]
 
     def _routes_of(self, lane: Lane, outgoing: bool, configuration: Configuration) -> list[list[Route]]:
-        peer, coded, backward = self._peer(lane), not self._step.full_precision, lane.direction == "backward"
+        peer, phase, backward = self._peer(lane), self._step.phase, lane.direction == "backward"
         if peer is None:
             return []
         sender = self._ranks[self.transport.rank if outgoing else peer]
@@ -202,7 +230,7 @@ class Lanes:
             [
                 Route(
                     peer,
-                    configuration.channel(lane.boundary, backward, coded, micro_batch, index),
+                    configuration.channel(lane.boundary, backward, phase, micro_batch, index),
                     f"{lane.name}, micro-batch {micro_batch}, tensor {index}, {self._title}: the message from {sender}",
                 )
                 for index in range(lane.messages(micro_batch))

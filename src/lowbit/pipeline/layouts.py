@@ -186,7 +186,8 @@ class Configuration:
     Attributes:
         number: position among the pipeline's configurations, in the order in which they were agreed on.
         layouts: by stage of this rank, then by micro-batch.
-        most_tensors: most that cross a boundary together. phases: 2 if the warm-up is not over, because sizes differ.
+        most_tensors: most that cross a boundary together. phases: kinds of steps whose sizes differ (`StepKind.phase`):
+            2 if the warm-up is not over, 3 if token anchors are renewed.
     """
 
     number: int
@@ -197,8 +198,8 @@ class Configuration:
     most_tensors: int
     phases: int
 
-    def channel(self, boundary: int, backward: bool, coded: bool, micro_batch: int, index: int) -> int:
-        lane = (boundary * 2 + backward) * self.phases + coded % self.phases
+    def channel(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
+        lane = (boundary * 2 + backward) * self.phases + phase % self.phases
         return self.first_channel + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
 
     def channels(self, boundaries: int) -> int:

@@ -98,7 +98,8 @@ class Passes:
             self._loaded = bool(self._agreed)
         seen, problem = (), ""
         if self._places.is_source and not (problem := batch.problem()):
-            seen = batch.keys()
+            settings, *inputs = batch.keys()
+            seen = ((*settings, self._stages[0].lanes.stated.partition("[")[0]), *inputs)  # with the ids' shape
         number = self._announced(batch, seen, problem) if self._agreed else None
         if number is None:
             self._agreed.append(self._agree(batch, seen, problem))
@@ -120,10 +121,12 @@ class Passes:
                 stage.lanes.use(likely, ahead=True)
 
     def _facts(self, batch: Batch) -> dict[str, str]:
+        ids = {stage.lanes.stated for stage in self._stages}
         return {
             "kind of pass": "training" if batch.training else "evaluation",
             "micro-batches": str(batch.micro_batches),
             "training steps so far": str(self._stages[0].lanes.steps),
+            **({"token ids": ", ".join(sorted(ids))} if self._stages[0].lanes.anchor else {}),
         }
 
     def _identity(self, lanes: Lanes) -> dict[str, str]:
@@ -136,6 +139,7 @@ class Passes:
             "stages by rank": str(self._places.held),
             "warm-up steps": str(lanes.warmup_steps),
             "constants": "coded" if lanes.code_constants else "exact",
+            "token anchor": str(lanes.anchor or "none"),
             **agreed_facts(self._checksums.enabled),
             **{f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()},
         }
@@ -197,7 +201,7 @@ class Passes:
         configuration = Configuration(
             number=number, training=batch.training, micro_batches=batch.micro_batches, layouts=layouts,
             first_channel=self._channels.start, most_tensors=max(1, most),
-            phases=2 if lanes.steps < lanes.warmup_steps else 1,
+            phases=3 if lanes.anchor and lanes.anchor.renew else 2 if lanes.steps < lanes.warmup_steps else 1,
         )  # fmt: skip
         if (taken := configuration.channels(len(self._places.by_stage) - 1)) > len(self._channels):
             self._refuse(f"the pipeline has no tags left for another configuration after {number} of them")

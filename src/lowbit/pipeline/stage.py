@@ -15,6 +15,7 @@ from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.escape import shown
 from lowbit.pipeline import arguments
+from lowbit.pipeline.anchors import TokenAnchor
 from lowbit.pipeline.arguments import Codecs
 from lowbit.pipeline.boundary import Slot
 from lowbit.pipeline.hooks import HookedStage
@@ -61,6 +62,7 @@ class LowBitStage(HookedStage):
         timeout: seconds after which a rank that does not join or answer is an error.
         checksums: whether a checksum of 8 bytes behind each payload detects damage; the same on all ranks.
         code_constants: whether constants are coded, too; the same on all ranks.
+        anchor: code only what the token ids do not already say about activations (`set_tokens`); None: code all of it.
         **kwargs: further arguments of `PipelineStage` (`input_args`, `output_args`, `group`, `dw_builder`).
 
     Raises:
@@ -84,9 +86,11 @@ class LowBitStage(HookedStage):
         timeout: float = 120.0,
         checksums: bool = True,
         code_constants: bool = False,
+        anchor: TokenAnchor | None = None,
         **kwargs: Any,
     ) -> None:
         arguments.check_numbers(warmup_steps, timeout)
+        arguments.check_anchor(anchor, warmup_steps)
         check_checksums(checksums)
         if not isinstance(code_constants, bool):
             raise TypeError(f"code_constants is {shown(code_constants)}; allowed: True or False")
@@ -101,7 +105,7 @@ class LowBitStage(HookedStage):
         sums = Checksums(f"pipeline {number}", enabled=checksums)
         transport = choose(gloo_of(group, float(timeout)), self.device, self.traffic, sums)
         self.lanes = Lanes(
-            stage_index, num_stages, forward, backward, self.device, transport, warmup_steps, code_constants
+            stage_index, num_stages, forward, backward, self.device, transport, warmup_steps, code_constants, anchor
         )
         self._passes: Passes | None = None  # shared by the stages of this rank, once all of them are made
         self._new_passes = partial(Passes, group=group, number=number, limit=float(timeout), checksums=sums)
@@ -119,8 +123,25 @@ class LowBitStage(HookedStage):
         """
         self.lanes.samples = arguments.checked_samples(ids)
 
+    def set_tokens(self, ids: Tensor) -> None:
+        """Set the token ids of the next pass's batch, for token anchors; a pass without them is coded without anchors.
+
+        Call it before `schedule.step` and `schedule.eval`, with the same ids on every stage. Without an `anchor`, it
+        does nothing.
+
+        Args:
+            ids: int64 (batch, sequence), split into micro-batches like the batch itself.
+
+        Raises:
+            TypeError, ValueError: not integers, another number of dimensions, or ids that the embedding does not have.
+        """
+        if self.lanes.anchor is not None:
+            self.lanes.tokens = self.lanes.anchor.checked(ids)
+
     def set_codecs(self, forward: Codecs, backward: Codecs, *, keep_state: bool = False) -> None:
         """Change the formats from the next step on; call it with the same on every stage of the pipeline.
+
+        Token anchors stay.
 
         Set `looks_ahead` to False on every stage before the last step with the old formats: otherwise, the receives
         that are posted at its end take memory for good.
@@ -141,8 +162,9 @@ class LowBitStage(HookedStage):
         return self.lanes.steps < self.warmup_steps
 
     def state_bytes(self) -> int:
-        """Return the bytes that the codecs keep on this stage between steps."""
-        return sum(lane.states.nbytes() for lane in self.lanes.by_name().values())
+        """Return the bytes that codecs and token anchors keep on this stage between steps."""
+        lanes = self.lanes.by_name().values()
+        return sum(lane.states.nbytes() + (lane.anchors.nbytes() if lane.anchors else 0) for lane in lanes)
 
     def forward_session(self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype) -> Session:
         """Open a session for activations of any shape that shares the state of training, if the codec allows that.
@@ -168,9 +190,12 @@ class LowBitStage(HookedStage):
         return self.lanes.forward(outgoing).codec
 
     def codec_state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: training steps so far, and the codecs' states."""
-        lanes = {name: lane.states.state_dict() for name, lane in self.lanes.by_name().items()}
-        return {"steps": self.lanes.steps, "lanes": {name: s for name, s in lanes.items() if s}}
+        """Return the state for a checkpoint: training steps so far, and the states of codecs and token anchors."""
+        lanes = self.lanes.by_name()
+        states = {name: lane.states.state_dict() for name, lane in lanes.items()}
+        anchors = {name: lane.anchors.state_dict() for name, lane in lanes.items() if lane.anchors}
+        state = {"steps": self.lanes.steps, "lanes": {name: s for name, s in states.items() if s}}
+        return state | ({"anchors": anchors} if anchors else {})
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from `codec_state_dict`, before the next step.
@@ -178,7 +203,7 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: a state of another stage or codec.
         """
-        self.lanes.load_state(int(state["steps"]), state["lanes"])
+        self.lanes.load_state(int(state["steps"]), state["lanes"], state.get("anchors", {}))
 
     def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         own = [stage for stage in stages if isinstance(stage, LowBitStage)]

@@ -164,26 +164,30 @@ class Run:
 
 
 class Emulated:
-    """A model of two blocks in one process, with the codecs of a pipeline's boundary between them."""
+    """A model of a block for each stage in one process, with the codecs of a pipeline's boundaries between them."""
 
     def __init__(
         self,
         kind: Callable[[], nn.Module] = Block,
         batch: Callable[[int], tuple[Tensor, Tensor]] = batch,
+        stages: int = 2,
         **options: Any,
     ) -> None:
-        self.model, self.batch = nn.Sequential(*blocks(2, kind)), batch
-        self.emulation = emulate_(self.model, at=["0"], **options)
+        self.model, self.batch = nn.Sequential(*blocks(stages, kind)), batch
+        self.emulation = emulate_(self.model, at=[str(i) for i in range(stages - 1)], **options)
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
         self.losses: list[Tensor] = []
 
-    def feed(self, x: Tensor, target: Tensor, ids: Tensor | None = None) -> tuple[None, list[Tensor]]:
+    def feed(
+        self, x: Tensor, target: Tensor, ids: Tensor | None = None, tokens: Tensor | None = None
+    ) -> tuple[None, list[Tensor]]:
         """As `Run.feed`: losses of micro-batches, one after the other, with the gradients that a schedule gives."""
         losses = []
         for number, (part, wanted) in enumerate(zip(x.split(ROWS), target.split(ROWS), strict=True)):
             if ids is not None:
                 self.emulation.set_samples(ids.split(ROWS)[number])
+            self.emulation.set_tokens(None if tokens is None else tokens.split(ROWS)[number])
             loss = loss_of(self.model(part), wanted)
             loss.backward()
             losses.append(loss.detach())
@@ -193,9 +197,9 @@ class Emulated:
         self.emulation.step()
         return None, losses
 
-    def train(self, step: int, ids: Tensor | None = None) -> None:
+    def train(self, step: int, ids: Tensor | None = None, tokens: Tensor | None = None) -> None:
         self.optimizer.zero_grad()
-        self.losses += self.feed(*self.batch(step), ids)[1]
+        self.losses += self.feed(*self.batch(step), ids, tokens)[1]
         self.optimizer.step()
 
 

@@ -1,0 +1,269 @@
+"""Token anchors: what a token's id already says about its activation, which need not be sent.
+
+Both ends of a boundary know the ids of a batch. They fit the same linear regression of activations on an embedding of
+the ids, from tensors that cross at full precision, and code only what it leaves.
+
+V: vocabulary, F: features (an embedding's, after a constant), C: channels, R: tokens
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lowbit import escape
+from lowbit.codecs.checks import check_int
+from lowbit.escape import shown
+
+log = escape.logger(__name__)
+
+EXACT = 1024
+"""Tokens whose products are added in one matrix product: sums of so many products of 7-bit integers are exact."""
+LEAST = 4
+"""Tokens for each feature before a fit is used."""
+MOST_LEFT = 0.8
+"""Share of the energy that a fit that is used leaves at most."""
+RIDGE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenAnchor:
+    """Code at the boundaries of a pipeline only what the token ids do not already say.
+
+    During the warm-up, activations cross exactly. From these, both ends of a boundary fit the same ridge regression of
+    an activation x (C channels) on the embedding e of its token, by weighted least squares. Afterwards, x minus the
+    prediction p = w + e W is what the codec codes, and the receiver adds p again. A token counts with the inverse
+    square of its norm, of at least the median norm of its message, since the norms of sinks, such as the first token of
+    a sequence, may be 100 times those of others. Gradients are coded as without.
+
+    The sums of the fit are those of integers (7 bits of what each column holds in up to 1024 tokens), which are exact
+    in any order and on every device, so that both ends get the same fit.
+
+    A fit is used from 4 tokens for each feature on, if it leaves at most 80 % of the weighted energy; one line of the
+    log says so. It applies to tensors (batch, sequence, C) that are coded, when `set_tokens` has given ids (batch,
+    sequence); to all others, and where the codec sends plain numbers, nothing changes.
+
+    Each end of a boundary keeps 2 (E + 1) C bytes, 2 C for each token that has occurred, and, until the fit is final,
+    4 (E + 1) (E + 1 + C).
+
+    Args:
+        embedding: (V, E), any floating dtype, on the CPU: row i has the features of token i. It must be the same on all
+            ranks and must not change: for a pretrained model, its own embeddings before training, such as a
+            tensor from a safetensors file, of which only rows of tokens that occur are read.
+        renew: every so many training steps after the warm-up, the first micro-batch crosses at full precision and
+            renews the fit; 0: never. Earlier tokens then count half.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed; the message names it.
+    """
+
+    embedding: Tensor
+    renew: int = 0
+
+    def __post_init__(self) -> None:
+        x = self.embedding
+        if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point() or not x.numel():
+            kind = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else shown(x)
+            raise TypeError(f"embedding is {kind}; allowed: a floating tensor (vocabulary, features)")
+        if x.requires_grad or x.device.type != "cpu":
+            state = "requires a gradient" if x.requires_grad else f"is on {x.device}"
+            raise ValueError(f"embedding {state}; allowed: a frozen copy on the CPU (weight.detach().cpu().clone())")
+        check_int("renew", self.renew, 0, 2**31)
+
+    def __repr__(self) -> str:
+        """Show properties that peers compare: shape, dtype and a digest of up to 64 rows."""
+        rows = self.embedding[:: max(1, len(self.embedding) // 64)].contiguous().view(-1).view(torch.uint8)
+        shape, dtype = tuple(self.embedding.shape), str(self.embedding.dtype).removeprefix("torch.")
+        digest = xxhash.xxh3_64_hexdigest(rows.numpy().data)
+        return f"{type(self).__name__}(embedding={dtype} {shape} [{digest}], renew={self.renew})"
+
+    @property
+    def features(self) -> int:
+        return self.embedding.shape[1]
+
+    def checked(self, ids: Tensor) -> Tensor:
+        """Return ids as int64 on the CPU; TypeError, ValueError: as `LowBitStage.set_tokens`."""
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"ids are {ids.dtype if isinstance(ids, Tensor) else shown(ids)}; allowed: integers")
+        if ids.dim() != 2 or not ids.numel():
+            raise ValueError(f"ids have shape {tuple(ids.shape)}; allowed: (batch, sequence)")
+        ids = ids.detach().cpu().long()
+        low, high = (int(each) for each in ids.aminmax())
+        if low < 0 or high >= len(self.embedding):
+            raise ValueError(
+                f"ids are from {low} to {high}; allowed: 0 to {len(self.embedding) - 1}, rows of the embedding"
+            )
+        return ids
+
+    def rows(self, ids_R: Tensor, device: torch.device) -> Tensor:
+        """Return the features of tokens: float32 (R, F), the first one constant."""
+        rows_RE = self.embedding[ids_R].to(device, torch.float32)
+        return torch.cat([rows_RE.new_ones(len(rows_RE), 1), rows_RE], 1)
+
+    def renews(self, steps: int, warmup_steps: int) -> bool:
+        """Whether the training step after `steps` of them renews the fit."""
+        return self.renew > 0 and steps >= warmup_steps and (steps - warmup_steps + 1) % self.renew == 0
+
+
+class Fit:
+    """The prediction of one tensor at one end of a boundary, and the sums that it comes from.
+
+    Both ends call `learn` and `predict` with the same ids and tensors in the same order.
+    """
+
+    def __init__(self, anchor: TokenAnchor, name: str, channels: int, device: torch.device) -> None:
+        self._anchor, self._name, self._channels, self._device = anchor, name, channels, device
+        self._size = anchor.features + 1
+        self._sums: Tensor | None = None  # float32 (F, F + C): products of features with features and channels
+        self._tokens, self._energy = 0, 0.0  # in the sums, both
+        self._stale = True  # the sums have changed
+        self._weights: Tensor | None = None  # bfloat16 (F, C)
+        self._forget()
+
+    def learn(self, ids: Tensor, x: Tensor) -> None:
+        """Add tensors that both ends hold exactly: ids int64 (...) on the CPU, x (..., C); not if any is not finite."""
+        x_RC = x.reshape(-1, self._channels).float()
+        if not x_RC.isfinite().all():
+            return
+        if self._sums is None:
+            self._sums = x_RC.new_zeros(self._size, self._size + self._channels)
+        for ids_R, part_RC in zip(ids.flatten().split(EXACT), x_RC.split(EXACT), strict=True):
+            power_R = part_RC.double().square().sum(1)
+            weight_R = 1 / power_R.clamp_min(max(float(power_R.median()), 1e-30))
+            both = torch.cat([self._anchor.rows(ids_R, self._device), part_RC], 1) * weight_R.sqrt().float()[:, None]
+            scale = (both.abs().amax(0) / 127).clamp_min(1e-30)
+            both.div_(scale).round_()
+            sums = both[:, : self._size].T @ both
+            self._sums += sums.mul_(scale[: self._size, None]).mul_(scale)
+            self._energy += float((weight_R * power_R).sum())
+        self._tokens += len(x_RC)
+        self._stale = True
+
+    def predict(self, ids: Tensor) -> Tensor | None:
+        """Return predictions, bfloat16 (..., C), for ids int64 (...) on the CPU; None while there is no useful fit."""
+        if self._stale:
+            self._solve()
+        if self._weights is None:
+            return None
+        places = self._places[ids]
+        if (new := ids[places < 0].unique()).numel():
+            used, needed = self._used, self._used + len(new)
+            if needed > len(self._table):  # grows by half, so that it is rarely copied
+                table = self._table.new_empty(max(needed, 3 * used // 2), self._channels)
+                self._table = torch.cat([self._table[:used], table[used:]])
+            # In float64, a row's bits do not depend on the rows that it is computed with.
+            weights = self._weights.double()
+            for first in range(0, len(new), EXACT):
+                rows = self._anchor.rows(new[first : first + EXACT], self._device).double()
+                self._table[used + first :][: len(rows)] = rows @ weights
+            self._places[new] = torch.arange(used, needed)
+            self._used, places = needed, self._places[ids]
+        return self._table[places.to(self._device)]
+
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        kept = [x.nbytes for x in (self._weights, self._sums) if x is not None]
+        return sum(kept) + 2 * self._used * self._channels
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors = {"weights": self._weights, "sums": self._sums}
+        numbers = {"tokens": self._tokens, "energy": self._energy, "stale": self._stale}
+        return {name: x.clone() for name, x in tensors.items() if x is not None} | numbers
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict`; ValueError: of another embedding or width."""
+        shapes = {"weights": (self._size, self._channels), "sums": (self._size, self._size + self._channels)}
+        for name, shape in shapes.items():
+            if name in state and state[name].shape != shape:
+                raise ValueError(
+                    f"{self._name}: state has {name} of shape {tuple(state[name].shape)}; allowed: {shape}"
+                )
+        self._weights, self._sums = (
+            state[name].to(self._device, dtype, copy=True) if name in state else None
+            for name, dtype in (("weights", torch.bfloat16), ("sums", torch.float32))
+        )
+        self._tokens, self._energy = int(state["tokens"]), float(state["energy"])
+        self._stale = bool(state["stale"])
+        self._forget()
+
+    def digest(self) -> str:
+        """Return what must be equal at both ends."""
+        digest = xxhash.xxh3_64(f"{self._tokens} {self._stale}".encode())
+        if self._weights is not None:
+            digest.update(self._weights.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _forget(self) -> None:
+        """Forget predictions, which are computed when a token occurs."""
+        self._places = torch.full((len(self._anchor.embedding),), -1)  # rows in the table
+        self._table = torch.empty(0, self._channels, dtype=torch.bfloat16, device=self._device)
+        self._used = 0
+
+    def _solve(self) -> None:
+        self._stale, size, before = False, self._size, self._weights is not None
+        if self._sums is None or self._tokens < LEAST * size:
+            if self._sums is not None or not self._anchor.renew:
+                log.warning(
+                    "%s: token anchor is off: %d tokens have crossed at full precision; it needs %d",
+                    self._name, self._tokens, LEAST * size,
+                )  # fmt: skip
+            self._sums = self._sums if self._anchor.renew else None
+            return
+        products, targets = self._sums.double().split([size, self._channels], 1)
+        penalty = torch.full_like(products[0], RIDGE * float(products.diagonal()[1:].mean()))
+        penalty[0] = 0
+        factor = torch.linalg.cholesky(products + penalty.diag())
+        weights = torch.cholesky_solve(targets, factor).bfloat16()
+        own = weights.double()
+        left = 1 + float((own * (products @ own - 2 * targets)).sum()) / self._energy
+        # The fit has seen these tokens; others have this much more left.
+        left *= (self._tokens + size) / (self._tokens - size)
+        useful = left <= MOST_LEFT
+        if not before or not useful:
+            log.info(
+                "%s: token anchor is %s: tokens leave %.0f %% of the activations' energy",
+                self._name, "on" if useful else "off", 100 * left,
+            )  # fmt: skip
+        self._weights = weights if useful else None
+        self._forget()
+        if self._anchor.renew:
+            self._sums /= 2
+            self._tokens, self._energy = self._tokens // 2, self._energy / 2
+        else:
+            self._sums = None
+
+
+class Anchors:
+    """The fits of all tensors at one end of one boundary; `lane` is its name in errors and the log."""
+
+    def __init__(self, anchor: TokenAnchor, lane: str, device: torch.device) -> None:
+        self._anchor, self._lane, self._device = anchor, lane, device
+        self._fits: dict[str, Fit] = {}
+
+    def fit(self, index: int, channels: int) -> Fit:
+        name = f"tensor {index}, width {channels}"
+        if name not in self._fits:
+            self._fits[name] = Fit(self._anchor, f"{self._lane}, tensor {index}", channels, self._device)
+        return self._fits[name]
+
+    def nbytes(self) -> int:
+        return sum(fit.nbytes() for fit in self._fits.values())
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        return {name: fit.state_dict() for name, fit in self._fits.items()}
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore a `state_dict`; ValueError: of something else, or of another embedding."""
+        self._fits.clear()
+        for name, state in states.items():
+            match name.replace(",", "").split():
+                case ["tensor", index, "width", width] if index.isdecimal() and width.isdecimal():
+                    self.fit(int(index), int(width)).load_state_dict(state)
+                case _:
+                    raise ValueError(f"{self._lane}: state has {shown(name)}; allowed: tensors with their widths")
+
+    def digest(self) -> str:
+        return ", ".join(f"{name}: {fit.digest()}" for name, fit in sorted(self._fits.items())) or "none"

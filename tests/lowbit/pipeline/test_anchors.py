@@ -1,0 +1,310 @@
+"""Token anchors: both ends predict activations from token ids, and code what is left."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit.codecs import Codec, TransformQuant
+from lowbit.codecs.aq_sgd.codec import AQSGD
+from lowbit.pipeline import LowBitStage, TokenAnchor, emulate_
+from lowbit.pipeline.anchors import Fit
+from tests.lowbit.pipeline import toy
+from tests.lowbit.pipeline.toy import FP32, INT4, INT6
+from tests.processes import Ranks
+from tests.refused import refused
+
+TOKENS, FEATURES, LENGTH = 16, 6, 8
+WARM, STEPS = 1, 5
+WITHOUT = 3  # a training step without ids
+MIXED: dict[int, Codec] = {0: INT4, 1: FP32, 2: INT4}
+
+
+def embedding(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(TOKENS, FEATURES, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def ids_of(step: int, rows: int = toy.ROWS * toy.MICRO_BATCHES) -> Tensor:
+    return torch.randint(TOKENS, (rows, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs that are mostly what their tokens say."""
+    x, target = toy.batch(step)
+    out = torch.randn(FEATURES, toy.WIDTH, generator=torch.Generator().manual_seed(2))
+    return embedding().float()[ids_of(step)] @ out + 0.2 * x, target
+
+
+def make(renew: int = 0, **options: Any) -> dict[str, Any]:
+    return {
+        "anchor": TokenAnchor(embedding=embedding(), renew=renew),
+        "warmup_steps": WARM,
+        "backward": INT6,
+        **options,
+    }
+
+
+def pipeline(schedule: str = "1f1b", **options: Any) -> toy.Run:
+    return toy.Run(schedule, toy.lowbit(timeout=30, **options), batch=batch)
+
+
+def set_tokens(run: toy.Run, ids: Tensor) -> None:
+    for stage in run.stages:
+        stage.set_tokens(ids)
+
+
+def train(run: toy.Run, steps: range) -> list[Tensor]:
+    for step in steps:
+        set_tokens(run, ids_of(step))
+        run.train(step)
+    return run.losses
+
+
+def trained(in_pipeline: bool, schedule: str, anchor: bool, options: dict[str, Any]) -> tuple[list[Tensor], int, int]:
+    """Losses of training steps and of evaluations in between, bytes sent forward, and bytes of state at the end."""
+    options = make(**options) if anchor else {k: v for k, v in make(**options).items() if k != "anchor"}
+    stages = 2 * toy.SCHEDULES[schedule][1]
+    run = pipeline(schedule, **options) if in_pipeline else toy.Emulated(batch=batch, stages=stages, **options)
+    losses = []
+    for step in range(STEPS):
+        ids = None if step == WITHOUT else ids_of(step)
+        if isinstance(run, toy.Run):
+            if ids is not None:
+                set_tokens(run, ids)
+            run.train(step)
+            set_tokens(run, ids_of(step + 100))
+            losses += run.feed(*batch(step + 100), training=False)[1]
+        else:
+            run.train(step, tokens=ids)
+            run.model.eval()
+            with torch.no_grad():
+                parts = [x.split(toy.ROWS) for x in (*batch(step + 100), ids_of(step + 100))]
+                for x, target, tokens in zip(*parts, strict=True):
+                    run.emulation.set_tokens(tokens)
+                    losses.append(toy.loss_of(run.model(x), target))
+            run.model.train()
+    ends = run.stages if isinstance(run, toy.Run) else [run.emulation]
+    traffic = [end.traffic.forward_bytes for end in ends]
+    return run.losses + losses, sum(traffic), sum(end.state_bytes() for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("1f1b", {"forward": TransformQuant(), "backward": None}),
+        ("1f1b", {"forward": INT4, "renew": 2}),
+        ("interleaved-2", {"forward": MIXED}),
+    ],
+    ids=["transform", "renewed", "one at full precision"],
+)
+def test_numbers_are_those_of_the_pipeline(ranks: Ranks, schedule: str, options: dict[str, Any]):
+    outcomes = ranks.run(trained, True, schedule, True, options)
+    losses, sent, state = (sum(column, type(column[0])()) for column in zip(*outcomes, strict=True))
+    [(expected, expected_sent, expected_state)] = ranks.run(trained, False, schedule, True, options, ranks=1)
+    assert toy.same(losses, expected)
+    assert (sent, state) == (expected_sent, expected_state)
+    [(without, without_sent, _)] = ranks.run(trained, False, schedule, False, {**options, "renew": 0}, ranks=1)
+    warm = WARM * toy.MICRO_BATCHES
+    assert toy.same(losses[:warm], without[:warm])
+    assert not toy.same(losses[warm : 2 * warm], without[warm : 2 * warm])
+    assert (sent > without_sent) == ("renew" in options)
+
+
+def resumed(after: int, renew: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of the last steps, after a restart and without one."""
+    run = pipeline(**make(renew, forward=TransformQuant(), backward=None, warmup_steps=2))
+    train(run, range(after))
+    again = run.restarted()
+    again.losses, run.losses = [], []
+    return train(again, range(after, STEPS)), train(run, range(after, STEPS))
+
+
+@pytest.mark.parametrize(("after", "renew"), [(1, 0), (3, 0), (4, 2)])
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(ranks: Ranks, after: int, renew: int):
+    _, (again, uninterrupted) = ranks.run(resumed, after, renew)
+    assert toy.same(again, uninterrupted)
+    assert len(again) == (STEPS - after) * toy.MICRO_BATCHES
+
+
+def contradicting(kind: str) -> Any:
+    run = pipeline(**make(forward=INT4))
+    train(run, range(2))
+    rank = run.stages[0].stage_index
+    if kind == "other" or rank == 0:
+        set_tokens(run, ids_of(2 + rank))
+    run.train(2)
+
+
+@pytest.mark.parametrize("kind", ["other", "none"])
+def test_ids_that_differ_between_ranks_are_an_error(ranks: Ranks, kind: str):
+    text = toy.disagreement(toy.timely(ranks, contradicting, kind, limit=100))
+    assert "token ids: (8, 8) [" in text
+    assert ("; none on rank 1" in text) == (kind == "none")
+
+
+def refusing() -> list[Tensor]:
+    run = pipeline(**make(forward=INT4))
+    for shape in ((8, 7), (7, 8)):
+        set_tokens(run, torch.zeros(shape, dtype=torch.int32))
+        with pytest.raises(ValueError, match=r"ids of a micro-batch have shape .*allowed: .*\(2, 8\)"):
+            run.train(0)
+    return train(run, range(2))
+
+
+def test_ids_of_another_shape_are_refused_on_all_ranks_and_training_goes_on(ranks: Ranks):
+    assert all(len(losses) in (0, 2 * toy.MICRO_BATCHES) for losses in ranks.run(refusing))
+
+
+def one_without() -> None:
+    options = make(forward=INT4)
+    if torch.distributed.get_rank():
+        del options["anchor"]
+    train(pipeline(**options), range(1))
+
+
+def test_ranks_agree_on_the_anchor(ranks: Ranks):
+    assert "token anchor: TokenAnchor(embedding=bfloat16 (16, 6) [" in toy.disagreement(ranks.outcomes(one_without))
+
+
+# One end of a boundary, in one process.
+
+
+def a_fit(table: Tensor | None = None, renew: int = 0, channels: int = 32) -> Fit:
+    anchor = TokenAnchor(embedding=embedding(torch.float32) if table is None else table, renew=renew)
+    return Fit(anchor, "here", channels, torch.device("cpu"))
+
+
+def spoken(count: int, noise: float = 0.1, channels: int = 32) -> tuple[Tensor, Tensor]:
+    """Ids, and activations that follow from them, and noise."""
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(TOKENS, (count // LENGTH, LENGTH), generator=generator)
+    out = torch.randn(FEATURES, channels, generator=torch.Generator().manual_seed(3))
+    x = embedding(torch.float32)[ids] @ out + 5
+    return ids, x + noise * torch.randn(x.shape, generator=generator)
+
+
+def test_a_fit_predicts_what_tokens_say_whatever_sinks_and_broken_tensors():
+    fit, (ids, x) = a_fit(), spoken(4096)
+    expected = x.clone()
+    x[:, 0] *= 1000
+    fit.learn(ids, x)
+    fit.learn(ids, x.index_fill(0, torch.tensor([3]), torch.nan))
+    predicted = fit.predict(ids)
+    assert predicted is not None
+    assert predicted.dtype == torch.bfloat16
+    inner = slice(1, None)
+    error = (predicted.float() - expected)[:, inner].square().mean().sqrt()
+    assert error < 0.15  # noise of 0.1, and bfloat16's steps of 0.03 near 5 to 15
+
+
+def test_both_ends_get_the_same_bits_whatever_their_threads_and_order_of_tokens():
+    ids, x = spoken(4096)
+    fits, threads = [a_fit(), a_fit()], torch.get_num_threads()
+    for count, fit in enumerate(fits, 1):
+        torch.set_num_threads(count)
+        fit.learn(ids, x)
+    torch.set_num_threads(threads)
+    first, second = (fit.state_dict() for fit in fits)
+    assert torch.equal(first["sums"], second["sums"])
+    whole = fits[0].predict(ids)
+    pieces = [fits[1].predict(part) for part in ids.flip(0).split(1)]
+    assert whole is not None
+    assert torch.equal(whole, torch.cat(pieces).flip(0))  # type: ignore[arg-type]
+    assert fits[0].digest() == fits[1].digest()
+
+
+def test_a_fit_is_off_until_it_pays(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "lowbit.pipeline.anchors")
+    few, silent = a_fit(), a_fit()
+    few.learn(*spoken(24))
+    ids, x = spoken(4096)
+    silent.learn(ids, torch.randn_like(x))
+    assert few.predict(ids) is None
+    assert silent.predict(ids) is None
+    assert caplog.messages == [
+        "here: token anchor is off: 24 tokens have crossed at full precision; it needs 28",
+        "here: token anchor is off: tokens leave 100 % of the activations' energy",
+    ]
+    assert few.nbytes() == silent.nbytes() == 0
+
+
+def test_bytes_and_what_renewal_keeps():
+    ids, x = spoken(4096)
+    sums, weights, table = 4 * 7 * (7 + 32), 2 * 7 * 32, 2 * TOKENS * 32
+    for renew, kept in ((0, 0), (3, sums)):
+        fit = a_fit(renew=renew)
+        fit.learn(ids, x)
+        assert fit.nbytes() == sums
+        fit.predict(ids)
+        assert fit.nbytes() == weights + table + kept
+    before = fit.predict(ids)  # type: ignore[reportPossiblyUnbound]
+    fit.learn(ids, x + 1)  # counts twice as much
+    after = fit.predict(ids)
+    assert before is not None
+    assert after is not None
+    assert float((after.float() - before.float()).mean()) == pytest.approx(2 / 3, abs=0.1)
+
+
+def identity(anchor: TokenAnchor, **options: Any) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Identity())
+    return model, emulate_(model, at=["0"], forward=INT4, backward=INT6, anchor=anchor, warmup_steps=1, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_rest_is_coded_in_every_dtype_and_evaluation(dtype: torch.dtype):
+    ids, x = spoken(4096, noise=0.1, channels=64)
+    model, emulation = identity(TokenAnchor(embedding=embedding()))
+    emulation.set_tokens(ids)
+    assert torch.equal(model(x.to(dtype)), x.to(dtype))
+    emulation.step()
+    with torch.inference_mode():
+        inferred = model.eval()(x.to(dtype))
+    y = model.train()(x.to(dtype))
+    assert y.dtype == dtype
+    assert torch.equal(y, inferred)
+    plain = (INT4.round_trip(x) - x).square().mean()
+    assert (y.float() - x).square().mean() < plain / 20
+    emulation.set_tokens(None)
+    assert torch.equal(model(x), INT4.round_trip(x))
+
+
+def test_what_is_not_coded_and_what_needs_samples():
+    ids, x = spoken(4096, channels=64)
+    model = nn.Sequential(nn.Identity())
+    anchor = TokenAnchor(embedding=embedding())
+    emulation = emulate_(model, at=["0"], forward=AQSGD(inner=INT4), backward=INT6, anchor=anchor, warmup_steps=1)
+    errors = []
+    for step in range(3):
+        emulation.set_tokens(ids)
+        emulation.set_samples(range(step % 2 * len(ids), (step % 2 + 1) * len(ids)))
+        errors.append(float((model(x) - x).square().mean()))
+        emulation.step()
+    assert errors[0] == 0
+    assert errors[1] < 1e-9
+    assert errors[2] < 1e-2
+
+
+def test_wrong_arguments_are_one_line():
+    table, stage = embedding(), partial(LowBitStage, nn.Identity(), 0, 2, "cpu")
+    anchor, wrong = TokenAnchor(embedding=table), partial(TokenAnchor, embedding=table)
+    model = nn.Sequential(nn.Identity())
+    emulation = emulate_(model, at=["0"], anchor=anchor, warmup_steps=1)
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (partial(TokenAnchor, embedding=3), TypeError, "embedding is 3; allowed: a floating tensor"),
+        (partial(TokenAnchor, embedding=table[0]), TypeError, r"embedding is torch.bfloat16 \(6,\)"),
+        (partial(TokenAnchor, embedding=nn.Embedding(4, 3).weight), ValueError, "embedding requires a gradient"),
+        (partial(wrong, renew=-1), ValueError, "renew is -1"),
+        (partial(stage, anchor=table), TypeError, "anchor is tensor"),
+        (partial(stage, anchor=anchor), ValueError, "anchor needs exact tensors; allowed: warmup_steps"),
+        (partial(emulation.set_tokens, torch.zeros(2, 3)), TypeError, "ids are torch.float32; allowed: integers"),
+        (partial(emulation.set_tokens, torch.zeros(3, dtype=torch.long)), ValueError, r"ids have shape \(3,\)"),
+        (partial(emulation.set_tokens, torch.full((1, 2), 16)), ValueError, "ids are from 16 to 16; allowed: 0 to 15"),
+        (partial(emulation.set_tokens, torch.full((1, 2), -1)), ValueError, "ids are from -1 to -1"),
+    ]
+    refused(*cases)
+    emulation.set_tokens(torch.zeros(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"ids of a micro-batch have shape \(2, 3\); allowed: .* \(2, 4\)"):
+        model(torch.zeros(2, 4, 8))
