@@ -22,11 +22,8 @@ log = escape.logger(__name__)
 
 EXACT = 1024
 """Tokens whose products are added in one matrix product: sums of so many products of 7-bit integers are exact."""
-LEAST = 4
-"""Tokens for each feature before a fit is used."""
 MOST_LEFT = 0.8
 """Share of the energy that a fit that is used leaves at most."""
-RIDGE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,17 +34,19 @@ class TokenAnchor:
     an activation x (C channels) on the embedding e of its token, by weighted least squares. Afterwards, x minus the
     prediction p = w + e W is what the codec codes, and the receiver adds p again. A token counts with the inverse
     square of its norm, of at least the median norm of its message, since the norms of sinks, such as the first token of
-    a sequence, may be 100 times those of others. Gradients are coded as without.
+    a sequence, may be 100 times those of others. The ridge is the mean square of an embedding, with the same weights.
+    Gradients are coded as without.
 
     The sums of the fit are those of integers (7 bits of what each column holds in up to 1024 tokens), which are exact
     in any order and on every device, so that both ends get the same fit.
 
-    A fit is used from 4 tokens for each feature on, if it leaves at most 80 % of the weighted energy; one line of the
-    log says so. It applies to tensors (batch, sequence, C) that are coded, when `set_tokens` has given ids (batch,
-    sequence); to all others, and where the codec sends plain numbers, nothing changes.
+    A fit is used if it leaves at most 80 % of the weighted energy, as estimated for other tokens from what it leaves of
+    those that it has seen, its degrees of freedom and the number of different tokens; one line of the log says so. It
+    applies to tensors (batch, sequence, C) that are coded, when `set_tokens` has given ids (batch, sequence); to all
+    others, and where the codec sends plain numbers, nothing changes.
 
     Each end of a boundary keeps 2 (E + 1) C bytes, 2 C for each token that has occurred, and, until the fit is final,
-    4 (E + 1) (E + 1 + C).
+    4 (E + 1) (E + 1 + C) + V.
 
     Args:
         embedding: (V, E), any floating dtype, on the CPU: row i has the features of token i. It must be the same on all
@@ -119,6 +118,7 @@ class Fit:
         self._size = anchor.features + 1
         self._sums: Tensor | None = None  # float32 (F, F + C): products of features with features and channels
         self._tokens, self._energy = 0, 0.0  # in the sums, both
+        self._seen: Tensor | None = None  # bool (V,): tokens in the sums
         self._stale = True  # the sums have changed
         self._weights: Tensor | None = None  # bfloat16 (F, C)
         self._forget()
@@ -130,6 +130,9 @@ class Fit:
             return
         if self._sums is None:
             self._sums = x_RC.new_zeros(self._size, self._size + self._channels)
+            self._seen = torch.zeros(len(self._anchor.embedding), dtype=torch.bool)
+        assert self._seen is not None
+        self._seen[ids] = True
         for ids_R, part_RC in zip(ids.flatten().split(EXACT), x_RC.split(EXACT), strict=True):
             power_R = part_RC.double().square().sum(1)
             weight_R = 1 / power_R.clamp_min(max(float(power_R.median()), 1e-30))
@@ -143,7 +146,7 @@ class Fit:
         self._stale = True
 
     def predict(self, ids: Tensor) -> Tensor | None:
-        """Return predictions, bfloat16 (..., C), for ids int64 (...) on the CPU; None while there is no useful fit."""
+        """Return predictions, float32 (..., C), for ids int64 (...) on the CPU; None while there is no useful fit."""
         if self._stale:
             self._solve()
         if self._weights is None:
@@ -161,21 +164,23 @@ class Fit:
                 self._table[used + first :][: len(rows)] = rows @ weights
             self._places[new] = torch.arange(used, needed)
             self._used, places = needed, self._places[ids]
-        return self._table[places.to(self._device)]
+        found = self._table.index_select(0, places.flatten().to(self._device))
+        return found.float().view(*ids.shape, -1)  # arithmetic with mixed dtypes is slow on CPUs
 
     def nbytes(self) -> int:
         """Bytes that are kept."""
-        kept = [x.nbytes for x in (self._weights, self._sums) if x is not None]
+        kept = [x.nbytes for x in (self._weights, self._sums, self._seen) if x is not None]
         return sum(kept) + 2 * self._used * self._channels
 
     def state_dict(self) -> dict[str, Any]:
-        tensors = {"weights": self._weights, "sums": self._sums}
+        tensors = {"weights": self._weights, "sums": self._sums, "seen": self._seen}
         numbers = {"tokens": self._tokens, "energy": self._energy, "stale": self._stale}
         return {name: x.clone() for name, x in tensors.items() if x is not None} | numbers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`; ValueError: of another embedding or width."""
-        shapes = {"weights": (self._size, self._channels), "sums": (self._size, self._size + self._channels)}
+        vocabulary, size, channels = len(self._anchor.embedding), self._size, self._channels
+        shapes = {"weights": (size, channels), "sums": (size, size + channels), "seen": (vocabulary,)}
         for name, shape in shapes.items():
             if name in state and state[name].shape != shape:
                 raise ValueError(
@@ -185,6 +190,7 @@ class Fit:
             state[name].to(self._device, dtype, copy=True) if name in state else None
             for name, dtype in (("weights", torch.bfloat16), ("sums", torch.float32))
         )
+        self._seen = state["seen"].cpu().clone() if "seen" in state else None
         self._tokens, self._energy = int(state["tokens"]), float(state["energy"])
         self._stale = bool(state["stale"])
         self._forget()
@@ -203,24 +209,12 @@ class Fit:
         self._used = 0
 
     def _solve(self) -> None:
-        self._stale, size, before = False, self._size, self._weights is not None
-        if self._sums is None or self._tokens < LEAST * size:
-            if self._sums is not None or not self._anchor.renew:
-                log.warning(
-                    "%s: token anchor is off: %d tokens have crossed at full precision; it needs %d",
-                    self._name, self._tokens, LEAST * size,
-                )  # fmt: skip
-            self._sums = self._sums if self._anchor.renew else None
+        self._stale, before = False, self._weights is not None
+        if self._sums is None:
+            if not self._anchor.renew:
+                log.warning("%s: token anchor is off: no activations crossed exactly with token ids", self._name)
             return
-        products, targets = self._sums.double().split([size, self._channels], 1)
-        penalty = torch.full_like(products[0], RIDGE * float(products.diagonal()[1:].mean()))
-        penalty[0] = 0
-        factor = torch.linalg.cholesky(products + penalty.diag())
-        weights = torch.cholesky_solve(targets, factor).bfloat16()
-        own = weights.double()
-        left = 1 + float((own * (products @ own - 2 * targets)).sum()) / self._energy
-        # The fit has seen these tokens; others have this much more left.
-        left *= (self._tokens + size) / (self._tokens - size)
+        weights, left = self._fitted()
         useful = left <= MOST_LEFT
         if not before or not useful:
             log.info(
@@ -233,7 +227,22 @@ class Fit:
             self._sums /= 2
             self._tokens, self._energy = self._tokens // 2, self._energy / 2
         else:
-            self._sums = None
+            self._sums = self._seen = None
+
+    def _fitted(self) -> tuple[Tensor, float]:
+        """Return weights, bfloat16 (F, C), and the estimated share of other tokens' energy that they leave."""
+        assert self._sums is not None
+        assert self._seen is not None
+        products, targets = self._sums.double().split([self._size, self._channels], 1)
+        penalty = torch.full_like(products[0], float(products.diagonal()[1:].sum()) / self._tokens)
+        penalty[0] = 0
+        factor = torch.linalg.cholesky(products + penalty.diag())
+        weights = torch.cholesky_solve(targets, factor).bfloat16()
+        own = weights.double()
+        left = 1 + float((own * (products @ own - 2 * targets)).sum()) / self._energy
+        # The fit knows these tokens. One that occurs again says little new, so that different ones count.
+        free, different = self._size - float(torch.cholesky_inverse(factor).diagonal() @ penalty), int(self._seen.sum())
+        return weights, min(1.0, left * (different + free) / (different - free)) if different > free else 1.0
 
 
 class Anchors:

@@ -207,7 +207,7 @@ class Lane:
             payload = message[:size]
             if session is not None:
                 if (predicted := self._predicted(session, index, step, micro_batch)) is not None:
-                    x = x.float() - predicted
+                    x = torch.sub(x, predicted, out=predicted)
                 session.encode(x, training=step.training, out=payload, note=note)
             else:
                 # Copied, because the model may reuse the memory of its output while the bytes are in flight.

@@ -169,7 +169,8 @@ class LowBitStage(HookedStage):
     def forward_session(self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype) -> Session:
         """Open a session for activations of any shape that shares the state of training, if the codec allows that.
 
-        Use it for evaluation passes outside the schedule, with `training=False`, once the warm-up is over.
+        Use it for evaluation passes outside the schedule, with `training=False`, once the warm-up is over. Token
+        anchors are not used.
 
         Args:
             outgoing: to the next stage, which opens the same with False; both must be on different ranks.

@@ -194,7 +194,7 @@ def test_a_fit_predicts_what_tokens_say_whatever_sinks_and_broken_tensors():
     fit.learn(ids, x.index_fill(0, torch.tensor([3]), torch.nan))
     predicted = fit.predict(ids)
     assert predicted is not None
-    assert predicted.dtype == torch.bfloat16
+    assert torch.equal(predicted, predicted.bfloat16().float())
     inner = slice(1, None)
     error = (predicted.float() - expected)[:, inner].square().mean().sqrt()
     assert error < 0.15  # noise of 0.1, and bfloat16's steps of 0.03 near 5 to 15
@@ -218,22 +218,21 @@ def test_both_ends_get_the_same_bits_whatever_their_threads_and_order_of_tokens(
 
 def test_a_fit_is_off_until_it_pays(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "lowbit.pipeline.anchors")
-    few, silent = a_fit(), a_fit()
-    few.learn(*spoken(24))
+    none, silent = a_fit(), a_fit()
     ids, x = spoken(4096)
     silent.learn(ids, torch.randn_like(x))
-    assert few.predict(ids) is None
+    assert none.predict(ids) is None
     assert silent.predict(ids) is None
     assert caplog.messages == [
-        "here: token anchor is off: 24 tokens have crossed at full precision; it needs 28",
+        "here: token anchor is off: no activations crossed exactly with token ids",
         "here: token anchor is off: tokens leave 100 % of the activations' energy",
     ]
-    assert few.nbytes() == silent.nbytes() == 0
+    assert none.nbytes() == silent.nbytes() == 0
 
 
 def test_bytes_and_what_renewal_keeps():
     ids, x = spoken(4096)
-    sums, weights, table = 4 * 7 * (7 + 32), 2 * 7 * 32, 2 * TOKENS * 32
+    sums, weights, table = 4 * 7 * (7 + 32) + TOKENS, 2 * 7 * 32, 2 * TOKENS * 32
     for renew, kept in ((0, 0), (3, sums)):
         fit = a_fit(renew=renew)
         fit.learn(ids, x)
