@@ -2,8 +2,7 @@
 
 A copy of the model has a pipeline's codecs between its layers (`emulate_`). It reads the same windows as the exact
 model. "cold": each window is the first message of its boundaries. "warm": `warm` windows of other text were sent
-before, with their gradients, as in fine-tuning, but the weights are unchanged. "anchored": also, `exact` windows before
-these crossed at full precision, and token anchors were fitted to them.
+before, with their gradients, as in fine-tuning, but the weights are unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lowbit.codecs import Codec, parse_pair
-from lowbit.pipeline import Emulation, TokenAnchor, emulate_
+from lowbit.codecs import parse_pair
+from lowbit.pipeline import emulate_
 from lowbit_lab.bench.settings import AtLeastTwo, Names, check_stages, formats_of
 from lowbit_lab.bench.training import boundary_modules
 from lowbit_lab.charts.style import row_name
@@ -68,8 +67,6 @@ class RealBenchmark:
     """Windows to evaluate on."""
     warm: Positive = 8
     """Windows that are sent before "warm"."""
-    exact: Annotated[int, Field(ge=0)] = 0
-    """Windows that cross at full precision before those of `warm`, to fit token anchors for "anchored"; 0: none."""
     threads: Positive = 1
     """Threads of this process."""
 
@@ -84,11 +81,10 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
     """Measure each format on each model and kind of text.
 
     Yields:
-        Rows: `model`, `kind`, `boundary`, `forward`, `backward`, `phase` (cold, warm or anchored), `bits_forward` (an
-        element, every byte counted), `perplexity` (the exact model's), and for the coded model `ratio` (of
-        perplexities), `first_ratio` (of tokens 1 to 15 of a window), `divergence` (Kullback-Leibler from the exact
-        model, nats per token), each with its standard error as `..._error`; and relative squared errors of the
-        boundaries' tensors:
+        Rows: `model`, `kind`, `boundary`, `forward`, `backward`, `phase` (cold or warm), `bits_forward` (an element,
+        every byte counted), `perplexity` (the exact model's), and for the coded model `ratio` (of perplexities),
+        `first_ratio` (of tokens 1 to 15 of a window), `divergence` (Kullback-Leibler from the exact model, nats per
+        token), each with its standard error as `..._error`; and relative squared errors of the boundaries' tensors:
         `error`, `error_first` (of the first token), `error_early` (tokens 1 to 15), `error_few` (of the 8 channels of
         most energy) and `energy_few` (their share of the energy).
     """
@@ -132,11 +128,10 @@ class Reading:
         else:
             text = _read(files_named(settings.text, "text")) if settings.text else "\n\n".join(topics.values())
             warm = _read(files_named(settings.warm_text, "text")) if settings.warm_text else None
-        others = settings.warm + settings.exact
-        windows = self._windows(text, settings.windows + others * (warm is None), settings.tokens)
+        need = settings.windows + settings.warm * (warm is None)
+        windows = self._windows(text, need, settings.tokens)
         self.held_out = windows[: settings.windows]
-        rest = windows[settings.windows :] if warm is None else self._windows(warm, others, settings.tokens)
-        self.warm, self.exact = rest[: settings.warm], rest[settings.warm :]
+        self.warm = windows[settings.windows :] if warm is None else self._windows(warm, settings.warm, settings.tokens)
 
     def _windows(self, text: str, count: int, tokens: int) -> list[Window]:
         """Return `count` consecutive windows, each with the tokenizer's beginning of a text, if it has one."""
@@ -168,50 +163,27 @@ def _measure(
     exact: PreTrainedModel, coded: PreTrainedModel, places: list[str], boundary: str, reading: Reading
 ) -> Iterator[Row]:
     forward, backward = parse_pair(boundary, "")
-    phases = [["cold", "warm"] if forward.stateful else ["cold"], ["anchored"] if reading.exact else []]
-    for anchor, phase in ((anchored, phase) for anchored in (False, True) for phase in phases[anchored]):
-        if phase != "warm":
-            errors = Errors()
-            before = [coded.get_submodule(name).register_forward_hook(errors.sent) for name in places]
-            emulation = _emulated(coded, places, forward, backward, reading, anchor)
-            after = [coded.get_submodule(name).register_forward_hook(errors.received) for name in places]
-        if phase != "cold":
+    errors = Errors()
+    before = [coded.get_submodule(name).register_forward_hook(errors.sent) for name in places]
+    emulation = emulate_(coded, at=places, forward=forward, backward=backward)
+    after = [coded.get_submodule(name).register_forward_hook(errors.received) for name in places]
+    for phase in ("cold", "warm") if forward.stateful else ("cold",):
+        if phase == "warm":
             coded.train()
             for window in reading.warm:
-                emulation.set_tokens(window[0])
                 model_loss(coded, window).backward()
                 coded.zero_grad()
                 emulation.step()
         coded.eval()
         traffic = replace(emulation.traffic)
         errors.begin()
-        losses = [_compare(exact, coded, window, emulation) for window in reading.held_out]
+        losses = [_compare(exact, coded, window) for window in reading.held_out]
         sent = emulation.traffic
         bits = 8 * (sent.forward_bytes - traffic.forward_bytes) / (sent.forward_elements - traffic.forward_elements)
         yield {"phase": phase, "bits_forward": bits, **_summary(losses), **errors.end()}
-        if phase == phases[anchor][-1]:
-            for handle in (*before, *after):
-                handle.remove()
-            emulation.remove()
-
-
-def _emulated(
-    coded: PreTrainedModel, places: list[str], forward: Codec, backward: Codec, reading: Reading, anchored: bool
-) -> Emulation:
-    """Put codecs into the model; with token anchors, which have seen the windows for them."""
-    if not anchored:
-        return emulate_(coded, at=places, forward=forward, backward=backward)
-    anchor = TokenAnchor(embedding=coded.get_input_embeddings().weight.detach())  # weights never change here
-    emulation = emulate_(
-        coded, at=places, forward=forward, backward=backward, anchor=anchor, warmup_steps=len(reading.exact)
-    )
-    with torch.no_grad():
-        coded.train()
-        for ids, kept in reading.exact:
-            emulation.set_tokens(ids)
-            coded(input_ids=ids, attention_mask=kept.long())
-            emulation.step()
-    return emulation
+    for handle in (*before, *after):
+        handle.remove()
+    emulation.remove()
 
 
 def model_loss(model: PreTrainedModel, window: Window) -> Tensor:
@@ -222,10 +194,9 @@ def model_loss(model: PreTrainedModel, window: Window) -> Tensor:
 
 
 @torch.no_grad()
-def _compare(exact: PreTrainedModel, coded: PreTrainedModel, window: Window, emulation: Emulation) -> dict[str, Tensor]:
+def _compare(exact: PreTrainedModel, coded: PreTrainedModel, window: Window) -> dict[str, Tensor]:
     """Return exact and coded loss, divergence, and place in the sequence, of all tokens that are not padding."""
     ids, kept = window
-    emulation.set_tokens(ids)
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": kept.long()}
     there = kept[:, 1:]
     wanted = ids[:, 1:][there][:, None]
