@@ -73,7 +73,9 @@ class Evaluation:
 
     def __init__(self, settings: EvaluationConfig) -> None:
         self.settings = settings
-        self.codecs = {name: _parsed(name) for name in settings.compared if name not in CALIBRATED}
+        self.paths = [name for name in settings.compared if name.endswith(".safetensors")]
+        self.codecs = {name: _parsed(name) for name in settings.compared if name not in (*CALIBRATED, *self.paths)}
+        self.files: dict[str, Calibration] = {}
         self.rank, self.ranks = world()
         self.device = loading.prepare(settings)
         self.tps = self._tps()
@@ -125,6 +127,7 @@ class Evaluation:
             if self.ranks > 1:
                 agree(None, self._facts(), topic="evaluation")
             calibrations = loading.load_calibrations(self.settings.calibrations)
+            self.files = {name: loading.load_calibration(name) for name in self.paths}
             self._check_calibrations(calibrations)
             model = loading.load_model(self.settings.model, self.settings.dtype, self.device)
             self.tasks.prepare(model, self.device)
@@ -134,6 +137,12 @@ class Evaluation:
 
     def _check_calibrations(self, calibrations: Mapping[int, Calibration]) -> None:
         """Raise, before anything is measured, unless the given files suit all ranks and formats."""
+        for name, calibration in self.files.items():
+            if wrong := [tp for tp in self.tps if tp not in (1, calibration.world)]:
+                raise CalibrationError(
+                    f"format is {name}, a calibration for {calibration.world} ranks, and tp is {wrong[0]}; allowed: "
+                    f"--tp {calibration.world}"
+                )
         names = [name for name in self.settings.compared if name in CALIBRATED]
         for tp in (tp for tp in self.tps if tp > 1 and calibrations and names):
             if tp not in calibrations:
@@ -183,6 +192,9 @@ class Evaluation:
             for name in self.settings.compared:
                 if name in self.codecs:
                     yield _Case(format=name, tp=tp, low_bit=self.codecs[name])
+                    continue
+                if name in self.files:
+                    yield _Case(format=Path(name).stem, tp=tp, low_bit=self.files[name], source=self.files[name].text)
                     continue
                 if calibration is None:
                     calibration = self._calibration(model, tp, calibrations)
@@ -292,7 +304,8 @@ def _parsed(name: str) -> Codec:
         return parse(name)
     except ValueError as error:
         which = "" if name.startswith("feature-int") else f": {error}"  # theirs would ask for a calibration
-        raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec{which}") from error
+        allowed = f"{', '.join(CALIBRATED)}, a file of `lowbit calibrate`, or a codec"
+        raise ConfigError(f"format is {name!r}; allowed: {allowed}{which}") from error
 
 
 def _with_features(calibration: Calibration, name: str) -> Calibration:

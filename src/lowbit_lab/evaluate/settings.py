@@ -110,8 +110,9 @@ class EvaluationConfig(InferenceConfig):
     formats: tuple[str, ...] = ()
     """Formats of the partial sums: bf16, int4 (a gain for each token times calibrated ranges, no outliers),
     feature-int4 (with the outlier features of the calibration), feature-int4-static (the published format: ranges
-    alone, E/64 outliers, unless the calibration was made with --gain static: as it says), or a codec such as int8
-    (groups of 64 with a scale each). bf16 is always measured. If omitted, bf16, int4 and feature-int4."""
+    alone, E/64 outliers, unless the calibration was made with --gain static: as it says), a codec such as int8 (groups
+    of 64 with a scale each), or a file of `lowbit calibrate` (.safetensors), as it says. bf16 is always measured. If
+    omitted, bf16, int4 and feature-int4."""
     tps: tuple[Positive, ...] = ()
     """Numbers of tensor-parallel ranks, emulated in this process. If omitted, those of 1, 2, 4 and 8 that the model can
     be split for. Under torchrun, its number of processes is used instead."""
