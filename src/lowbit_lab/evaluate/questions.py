@@ -62,6 +62,8 @@ def read_questions(name: str, file: str, limit: int = 0) -> list[Question]:
     read = _rows if path.suffix == _PARQUET else _lines
     questions = []
     try:
+        if path.suffix in _LINES and not limit:
+            _check_bytes(task, path.stat().st_size)  # now, not after minutes
         for where, fields in itertools.islice(read(task, path), limit or None):
             try:
                 questions.append(_READERS[name](fields))
@@ -177,8 +179,8 @@ def _winogrande(fields: Mapping[str, Any]) -> Question:
 
 def _boolq(fields: Mapping[str, Any]) -> Question:
     """Read both forms: the publisher's, with an answer, and SuperGLUE's, with a label."""
-    answer = [False, True].index(fields["answer"] if "answer" in fields else fields["label"])
     prompt = f"{_text(fields, 'passage')}\nQuestion: {_text(fields, 'question')}?\nAnswer:"
+    answer = [False, True].index(fields["answer"] if "answer" in fields else fields["label"])
     return Question.of(prompt, ["no", "yes"], answer)
 
 

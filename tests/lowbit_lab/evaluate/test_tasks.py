@@ -365,6 +365,9 @@ def test_a_small_file_that_expands_is_read_no_further_than_asked(tmp_path: Path,
     assert len(read_questions("boolq", str(tmp_path / "boolq.jsonl"), 2)) == 2
     with pytest.raises(ConfigError, match=r"boolq.jsonl has more than 1000 bytes of questions; allowed: up to that, o"):
         read_questions("boolq", str(tmp_path / "boolq.jsonl"))
+    (tmp_path / "boolq.jsonl").write_text("{" + " " * 1000)
+    with pytest.raises(ConfigError, match="has more than 1000 bytes"):  # before the first line is read
+        read_questions("boolq", str(tmp_path / "boolq.jsonl"))
     (tmp_path / "boolq.jsonl").write_text(json.dumps(BOOLQ[0]) + '\n{"passage": ')
     with pytest.raises(ConfigError, match=r"boolq.jsonl line 2 is not JSON \(.*\); allowed: an object on each line"):
         read_questions("boolq", str(tmp_path / "boolq.jsonl"))
