@@ -80,11 +80,12 @@ def read(text: str, hint: Any) -> Any:
     if (element := element_of(hint)) is not None:
         return value if isinstance(value, list) else [read(part, element) for part in _split(text)]
     kinds = union_of(hint)
-    if isinstance(value, str) or (type(value) in kinds and type(value) is not float):
+    texts = any(kind is str or hasattr(kind, "parse") for kind in kinds)
+    number = type(value) in (int, float) and float in kinds and not texts
+    if isinstance(value, str) or number or (type(value) in kinds and type(value) is not float):
         return value
     choices = {choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)}
-    texts = any(isinstance(choice, str) for choice in choices)
-    return str(text) if texts or any(kind is str or hasattr(kind, "parse") for kind in kinds) else value
+    return str(text) if texts or any(isinstance(choice, str) for choice in choices) else value
 
 
 def _split(text: str) -> list[str]:
