@@ -53,7 +53,7 @@ SOONER_BF16 = SOONER / recorded("race", "speedup_fp32", boundary="bf16")
 LEAST = min(reduced(ranks, "100mbit", name) for ranks in (2, 4) for name in ("fp8", "int8"))
 TP = "tensor-parallel"
 STATIC = cell(TP, "SmolLM2, perplexity, 3 ranks", 1)
-OURS = [cell(TP, "feature-int4: a gain", 4), cell(TP, "feature-int4, the default", 2)]
+OURS = [cell(TP, "feature-int4: a gain", 4), cell(TP, "feature-int4, 4-bit codes everywhere", 2)]
 BUDGET = [cell(TP, f"budget 4.25: attention by its inputs in {bits}", column) for bits, column in ((6, 4), (8, 2))]
 ALL_REDUCE = stated(TP, r"2,048 tokens: ([\d.]+) times as fast as BF16")
 CHECKPOINTS = [cell("memory", "a plan with at most 0.7: checkpoints", n) for n in (2, 3)]

@@ -267,7 +267,7 @@ class RowSums:
     def _start(self, dtype: torch.dtype) -> None:
         """Choose the formats of all layers, and compare them with those of other ranks, during vLLM's trial run."""
         from lowbit.tensor_parallel import Calibration, SumTraffic
-        from lowbit.tensor_parallel.low_bit import load_agreed
+        from lowbit.tensor_parallel.low_bit import load_agreed, sums_instead
         from lowbit.tensor_parallel.reduce import SumSample, measured
         from lowbit.tensor_parallel.rowwise import LayerSum
 
@@ -291,6 +291,7 @@ class RowSums:
         calibrated = source.features if isinstance(source, Calibration) else self.layers
         if isinstance(source, Calibration):
             self._compare(source)
+            source = sums_instead(source, "vLLM's layers", first=self._first)
         coded = [layer for name, layer in self.layers.items() if name in calibrated]
         codecs = [source.codec(layer.name) if isinstance(source, Calibration) else source for layer in coded]
         group = self._group.device_group
@@ -329,11 +330,6 @@ class RowSums:
             raise CalibrationError(
                 f"{path} has formats for {_some(missing)}, which vLLM does not sum as row-parallel layers; it sums "
                 f"{_some(list(self.layers))}: is it a calibration of this model?"
-            )
-        if calibration.inputs:
-            raise CalibrationError(
-                f"{path} sends the inputs of {next(iter(calibration.inputs))}; "
-                "allowed here: a calibration made without inputs"
             )
         for name, total in calibration.total.items():
             if name in self.layers and len(total) != self.layers[name].width:

@@ -1,19 +1,18 @@
 """`calibrate`: observes a model's partial sums over sequences, and chooses their formats."""
 
-import contextlib
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit import escape
-from lowbit.codecs.base import Codec, Summable
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.collectives import agree
@@ -26,17 +25,22 @@ from lowbit.tensor_parallel.calibration import (
     Curve,
     check_budget,
     curve_of,
+    default_budget,
     dtype_of,
     outlier_count,
     tables_of,
 )
-from lowbit.tensor_parallel.cut import emulate_tensor_parallel_
 from lowbit.tensor_parallel.drift import relative_error, sample
 from lowbit.tensor_parallel.identity import identity
-from lowbit.tensor_parallel.inputs import input_numbers, layers_with_inputs
+from lowbit.tensor_parallel.inputs import (
+    INPUT_GROUP,
+    INPUT_WIDTHS,
+    input_format,
+    input_numbers,
+    layers_with_inputs,
+)
+from lowbit.tensor_parallel.observed import ObservedModel, effects_of
 from lowbit.tensor_parallel.plan import Plan
-from lowbit.tensor_parallel.reduce import SumSettings
-from lowbit.tensor_parallel.rowwise import Watch, install
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 from lowbit.wire.messages import gather_json, gather_tensor
 
@@ -151,7 +155,6 @@ class Observer:
 
 _log = escape.logger("lowbit.tensor_parallel")
 _SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences for measuring the effect of coding on the outputs
-_CODED = SumSettings(small=0, algorithm="one_shot")
 
 
 @torch.no_grad()
@@ -162,8 +165,8 @@ def calibrate(
     ranks: int | None = None,
     k: int | None = None,
     gain: str = "token",
-    bits: float | None = None,
-    inputs: Summable | None = None,
+    bits: float | Literal["auto"] | None = "auto",
+    inputs: Summable | Literal["auto"] | None = "auto",
     momentum: float = 0.99,
     text: str = "",
     start: Calibration | None = None,
@@ -179,8 +182,9 @@ def calibrate(
     second step of two_shot. During calibration sums stay in the model's dtype.
 
     Up to 128 rows of each layer and rank, spread evenly over the sequences, determine where its codes should end. With
-    a budget, the model runs once for each layer over the first four sequences, with only this layer's sum coded; the
-    bits are chosen so that the errors of the model's outputs add up to the least. The last eighth of the sequences, at
+    a budget, the model runs over the first four sequences once for each layer, with only this layer's sum coded, and
+    once more for each that may send its inputs; formats are chosen so that the errors of the model's outputs add up to
+    the least. The last eighth of the sequences, at
     least one if there are two, is held out: it only measures the errors of the formats, with which `Drift` compares.
 
     A whole model is run as on `ranks` tensor-parallel ranks (`emulate_tensor_parallel_`) and is whole again afterwards.
@@ -195,11 +199,13 @@ def calibrate(
         k: outlier features of each layer; None: E // 64.
         gain: "token": each token has a gain of 16 bits, which multiplies ranges around means. "static": the published
             format. Symmetric ranges alone define the codes, and nothing is computed per token at inference.
-        bits: budget of bits per value over all layers, every bit counted; None: 4-bit codes everywhere (4.19 at
-            E = 4096). Layers have codes of 3, 4, 5, 6 or 8 bits.
+        bits: budget of bits per value over all layers, every bit counted. Layers have codes of 3, 4, 5, 6 or 8 bits.
+            None: 4-bit codes everywhere (4.19 at E = 4096). "auto": 4.25, or what 4-bit codes take if that is more;
+            with gain "static" None.
         inputs: format in which layers send their inputs instead of partial sums if that takes no more bits than 4-bit
-            codes, as after attention on two ranks with `GroupInt(bits=8, group=64, symmetric=True)`, at a tenth of the
-            error. Each rank then keeps these layers' whole weights and computes all their products. None: no layer.
+            codes, as after attention, such as `GroupInt(bits=8, group=64, symmetric=True)`. Each rank then keeps these
+            layers' whole weights and computes all their products. "auto": with a budget, codes of 4, 5, 6 or 8 bits in
+            groups of 64 where these are the better use of bits; otherwise no layer. None: no layer.
         momentum: of the moving averages, from 0 to below 1: 0.99 averages over about 100 sequences.
         text: source of the sequences, recorded in the file.
         start: continue this calibration: its averages, count and momentum (which `momentum` must equal).
@@ -217,32 +223,22 @@ def calibrate(
     name = identity(model, layers)
     before = start.count if start else 0
     read = list(sequences)
-    sent: dict[str, tuple[int, int, float]] = {}
 
-    def prepare() -> Observer:
-        widths = {layer: summed.width for layer, summed in layers.items()}
-        check_choice("gain", gain, GAINS)
-        if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {shown(momentum)}; allowed: a number from 0 to below 1")
-        world = _world(ranks, group)
-        sent.update(_sent(inputs, layers, world))
-        check_budget(
-            bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()},
-            {layer: row for layer, (_, _, row) in sent.items()}, gain,
-        )  # fmt: skip
-        observer = Observer(widths, ranks=world, momentum=momentum)
+    def prepare() -> _Prepared:
+        prepared = _prepared(layers, _world(ranks, group), k, gain, bits, inputs, momentum)
         if start is not None:
-            observer.resume(start, name)
-        return observer
+            prepared.observer.resume(start, name)
+        return prepared
 
     settings = {
         "text": text, "start": start.fingerprint() if start else None, "k": k, "gain": gain, "bits": bits,
         "inputs": inputs, "momentum": momentum, "model": name,
     }  # fmt: skip
-    observer = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
+    prepared = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
+    observer = prepared.observer
     observed, held_out = _split(read)
 
-    run, report = _ObservedModel(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
+    run, report = ObservedModel(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
 
     def after(_: int) -> None:
         observer.commit()
@@ -259,14 +255,14 @@ def calibrate(
     ranges = Calibration(
         averages=observer.averages, count=observer.count, features={}, model=name, world=observer.ranks,
         dtype=dtype_of(layers), text="; ".join(filter(None, [start.text if start else "", text])),
-        settings={"momentum": momentum, "gain": gain},
+        settings={"momentum": momentum, "gain": gain, "inputs": "auto" if inputs == "auto" else "given"},
     ).select(k=k)  # fmt: skip
-    calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group), inputs=sent)
-    if bits is not None:
-        codecs = {layer: calibration.codec(layer) for layer in layers if layer not in sent}
+    calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group), inputs=prepared.sent)
+    if prepared.budget is not None:
         tried = [row[None] for batch in observed for row in batch][:_TRIED]
-        calibration = dataclasses.replace(calibration, effects=_effects(run, codecs, tried))
-    calibration = calibration.within(bits)
+        effects, offers = effects_of(run, calibration, prepared.offered, tried)
+        calibration = dataclasses.replace(calibration, effects=effects, offers=offers)
+    calibration = calibration.within(prepared.budget)
     errors = _held_out(calibration, run, held_out, observer.count - before, report)
     return dataclasses.replace(calibration, held_out=errors)
 
@@ -284,36 +280,9 @@ def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGro
     }
 
 
-def _effects(run: "_ObservedModel", codecs: Mapping[str, Codec], batches: Sequence[Tensor]) -> dict[str, float]:
-    """Return, by layer, the squared relative error of the model's outputs when only this layer's sum is coded.
-
-    The errors of the sums are not enough: sums are added to a residual stream whose size differs from token to token,
-    and a few tokens make up most of the power of many sums. Outputs are logits, or else the last hidden states; each
-    token's error is relative to its own output's deviation from its mean, and all tokens count equally.
-    """
-
-    def outputs(coded: Mapping[str, Codec]) -> list[Tensor]:
-        with run.coding(coded, _CODED):
-            return [output_tensor(run.output(batch)).float().flatten(0, -2) for batch in batches]
-
-    def output_tensor(y: Any) -> Tensor:
-        if isinstance(y, Tensor):
-            return y
-        return y.logits if hasattr(y, "logits") else y.last_hidden_state
-
-    exact, effects = outputs({}), {}
-    for name, codec in codecs.items():
-        shares = [
-            (coded - one).square().sum(1) / (one - one.mean(1, keepdim=True)).square().sum(1).clamp(min=1e-30)
-            for one, coded in zip(exact, outputs({name: codec}), strict=True)
-        ]
-        effects[name] = float(torch.cat(shares).double().mean())
-    return effects
-
-
 def _held_out(
     calibration: Calibration,
-    run: "_ObservedModel",
+    run: ObservedModel,
     batches: Sequence[Tensor],
     before: int,
     report: Callable[[int], None],
@@ -378,6 +347,16 @@ def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -
     return {layer: (bits, group, row) for layer, row in found.items()}
 
 
+def _offered(layers: Mapping[str, ModelSum], ranks: int) -> dict[str, dict[int, float]]:
+    """Return the bits of a row of inputs by the bits of their codes, by layer that may send them."""
+    offered: dict[str, dict[int, float]] = {}
+    for bits in INPUT_WIDTHS:
+        found = layers_with_inputs(layers, ranks, input_format(bits, INPUT_GROUP), 4 + 12 / SHARE)
+        for layer, row in found.items():
+            offered.setdefault(layer, {})[bits] = row
+    return offered
+
+
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
     world = ranks if group is None else dist.get_world_size(group)
     check_int("ranks", world, 1, 1 << 16)
@@ -387,17 +366,50 @@ def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
     return world
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What `calibrate` needs to know before the first forward pass.
+
+    Args:
+        observer: of the partial sums. budget: bits per value; None: 4-bit codes.
+        sent: bits, group and bits per row of the layers that send their inputs in a given format.
+        offered: bits per row by bits of the codes, of the layers that may send them.
+    """
+
+    observer: Observer
+    budget: float | None
+    sent: dict[str, tuple[int, int, float]]
+    offered: dict[str, dict[int, float]]
+
+
+def _prepared(
+    layers: Mapping[str, ModelSum], world: int, k: int | None, gain: str, bits: Any, inputs: Any, momentum: float
+) -> _Prepared:
+    """Check the arguments of `calibrate`, as it describes."""
+    check_choice("gain", gain, GAINS)
+    if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        raise ValueError(f"momentum is {shown(momentum)}; allowed: a number from 0 to below 1")
+    widths = {layer: summed.width for layer, summed in layers.items()}
+    counts = {layer: outlier_count(layer, k, width) for layer, width in widths.items()}
+    budget = default_budget(widths, counts, gain) if bits == "auto" else bits
+    sent = {} if inputs == "auto" else _sent(inputs, layers, world)
+    offered = _offered(layers, world) if inputs == "auto" and budget is not None else {}
+    check_budget(budget, widths, counts, {layer: row for layer, (_, _, row) in sent.items()}, gain)
+    observer = Observer(widths, ranks=world, momentum=momentum)
+    return _Prepared(observer=observer, budget=budget, sent=sent, offered=offered)
+
+
 def _prepare_agreed(
-    prepare: Callable[[], Observer],
+    prepare: Callable[[], _Prepared],
     settings: Mapping[str, object],
     sequences: Iterable[Tensor],
     group: dist.ProcessGroup,
-) -> Observer:
+) -> _Prepared:
     """Call `prepare` on all ranks and compare their settings and text; on a difference, raise the same on all."""
     error: Exception | None = None
     stated = {name: str(value) for name, value in settings.items()}
     try:
-        observer, digest = prepare(), hashlib.sha256()
+        prepared, digest = prepare(), hashlib.sha256()
         for batch in sequences:
             digest.update(f"/{batch.dtype}/{tuple(batch.shape)}/".encode())
             digest.update(batch.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -407,58 +419,4 @@ def _prepare_agreed(
     agree(group, stated, topic="calibration")
     if error is not None:
         raise error
-    return observer
-
-
-@dataclass(frozen=True)
-class _ObservedModel:
-    """A model whose partial sums are observed; as a rank's number, `ranks` means their total."""
-
-    model: nn.Module
-    layers: Mapping[str, ModelSum]
-    group: dist.ProcessGroup | None
-    plan: Plan | None
-    ranks: int
-
-    def show(
-        self, batches: Iterable[Tensor], look: Callable[[str, int, Tensor], None], after: Callable[[int], None]
-    ) -> None:
-        """Call `look` with the partial sums of all batches, by layer and rank, and `after` with each batch's length."""
-        shape = torch.Size((1, 1))
-        first = 0 if self.group is None else dist.get_rank(self.group)
-
-        def by_sequence(x: Tensor) -> Tensor:
-            """Undo the reshaping for experts, which get all sequences as one, some once for each expert."""
-            return x.view(-1, *shape, x.shape[-1]).transpose(0, 1).reshape(shape[0], -1, x.shape[-1])
-
-        def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
-            for rank, partial in enumerate(partials, first):
-                look(layer, rank, by_sequence(partial))
-            look(layer, self.ranks, by_sequence(total))
-
-        with self.coding({}, SumSettings(), see):
-            for batch in batches:
-                shape = batch.shape
-                self.output(batch)
-                after(len(batch))
-
-    def output(self, batch: Tensor) -> Any:
-        options = {"use_cache": False} if hasattr(self.model, "config") else {}
-        return self.model(batch.to(next(self.model.parameters()).device), **options)
-
-    @contextlib.contextmanager
-    def coding(self, codecs: Mapping[str, Codec], settings: SumSettings, watch: Watch | None = None) -> Iterator[None]:
-        """Code the sums of these layers, and show all sums to `watch`, on real or emulated ranks."""
-        model, ranks = self.model, self.ranks
-        training = {module: module.training for module in model.modules()}
-        model.eval()
-        if self.group is not None:
-            installed = install(self.layers, codecs, self.group, settings, watch=watch)
-        else:
-            installed = emulate_tensor_parallel_(model, ranks, codecs, settings=settings, plan=self.plan, watch=watch)
-        try:
-            with installed:
-                yield
-        finally:
-            for module, mode in training.items():
-                module.training = mode
+    return prepared

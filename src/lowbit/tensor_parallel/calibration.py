@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import json
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from lowbit.codecs.feature_int.codec import CLIPS, GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.escape import Printable, shown
 from lowbit.tensor_parallel.identity import identity
-from lowbit.tensor_parallel.inputs import input_format
+from lowbit.tensor_parallel.inputs import INPUT_GROUP, input_format
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 from lowbit.wire.messages import gather_json
 
@@ -36,6 +37,8 @@ FLOOR = 1 / 64
 
 WIDTHS = (3, 4, 5, 6, 8)
 """Bits of codes among which a budget chooses."""
+BUDGET = 4.25
+"""Bits per value that layers share by default."""
 GRID = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 """Candidate clips: shares of a token's largest magnitude at which codes may end."""
 
@@ -43,6 +46,11 @@ Curve = dict[int, tuple[float, float]]
 """By bits of codes: the best clip, and the squared error of the sum over the ranks, averaged over rows."""
 Features = dict[str, tuple[int, ...]]
 """Outlier features by layer, ascending."""
+Offers = Mapping[int, tuple[float, float]]
+"""By bits of the codes of a layer's inputs: bits per row, and effect on the model's outputs."""
+
+
+_Format = TypeVar("_Format")
 
 
 class CalibrationError(Printable, ValueError):
@@ -52,7 +60,7 @@ class CalibrationError(Printable, ValueError):
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """By kind ("low", "high", ...), then by layer."""
 _DIGEST = "sha256"
-_TABLES = ("settings", "features", "bits", "effects", "inputs", "curves", "held_out")  # fields in a file as JSON
+_TABLES = ("settings", "features", "bits", "effects", "inputs", "offers", "curves", "held_out")  # fields, as JSON
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +77,7 @@ class Calibration:
         effects: by layer: effect of 4-bit codes on the model's outputs; measured only for a budget of bits.
         inputs: by layer that sends its inputs instead of its partial sums: bits and group of their format
             (`inputs.input_format`), and its bits per row.
+        offers: by layer that may send its inputs, if a budget decides (`Offers`).
         curves: by layer: the best clip of codes and the error, for each width (`Curve`).
         held_out: by layer, for each rank: mean and standard deviation of the relative error of held-out rows.
         model: its `identity`. dtype: of its partial sums.
@@ -97,6 +106,7 @@ class Calibration:
     bits: Mapping[str, int] = field(default_factory=dict)
     effects: Mapping[str, float] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
+    offers: Mapping[str, Offers] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     held_out: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     text: str = ""
@@ -161,19 +171,22 @@ class Calibration:
         """
         if gain not in (None, self.gain):
             settings = {**self.settings, "gain": gain, "bits": None}
-            chosen = {key: {} for key in ("features", "bits", "effects", "inputs", "curves", "held_out")}
+            chosen = {key: {} for key in _TABLES if key != "settings"}
             return dataclasses.replace(self, **chosen, settings=settings).select(k=k)
         return dataclasses.replace(self, features=select(self.ranges, k), settings={**self.settings, "k": k})
 
     def within(self, bits: float | None) -> "Calibration":
-        """Return the same ranges and features with the bits of codes chosen anew for a budget, as `calibrate` does.
+        """Return the same ranges and features with formats chosen anew for a budget of bits, as `calibrate` does.
+
+        None: 4-bit codes everywhere. Layers that a budget let send their inputs then send sums.
 
         Raises:
-            ValueError: a budget below what the narrowest codes take.
+            ValueError: a budget below what the narrowest codes take, or effects that were not measured.
         """
         widths = {name: r.shape[1] for name, r in self.ranges.items()}
         counts = {name: len(features) for name, features in self.features.items()}
-        fixed = {name: row for name, (_, _, row) in self.inputs.items()}
+        inputs = {} if self.offers else dict(self.inputs)
+        fixed = {name: row for name, (_, _, row) in inputs.items()}
         check_budget(bits, widths, counts, fixed, self.gain)
         chosen = dict.fromkeys(counts, 4)
         if bits is not None:
@@ -181,10 +194,37 @@ class Calibration:
                 raise ValueError(
                     f"effects of {missing[0]} were not measured; allowed: a calibration made for a budget of bits"
                 )
-            costs = {name: _costs(widths[name], n, self.gain) for name, n in counts.items() if name not in fixed}
-            curves = {name: self.curves[name] for name in costs}
-            chosen |= spend(curves, costs, bits * sum(widths.values()) - sum(fixed.values()), self.effects)
-        return dataclasses.replace(self, bits=chosen, settings={**self.settings, "bits": bits})
+            choices: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
+            for name in (name for name in counts if name not in fixed):
+                costs, curve = _costs(widths[name], counts[name], self.gain), self.curves[name]
+                unit = self.effects[name] / (curve[4][1] or 1.0)
+                choices[name] = {("sums", width): (costs[width], unit * curve[width][1]) for width in WIDTHS}
+                choices[name] |= {("inputs", width): offer for width, offer in self.offers.get(name, {}).items()}
+            for name, (kind, width) in spend(choices, bits * sum(widths.values()) - sum(fixed.values())).items():
+                if kind == "sums":
+                    chosen[name] = width
+                else:
+                    inputs[name] = (width, INPUT_GROUP, self.offers[name][width][0])
+        held_out = {  # of other codes in proportion to the errors of the sums
+            name: tuple((mean * scale, spread * scale) for mean, spread in by_rank)
+            for name, by_rank in self.held_out.items()
+            for curve in [self.curves[name]]
+            for scale in [math.sqrt(curve[chosen[name]][1] / (curve[self.bits.get(name, 4)][1] or 1.0))]
+        }
+        settings = {**self.settings, "bits": bits}
+        return dataclasses.replace(self, bits=chosen, inputs=inputs, held_out=held_out, settings=settings)
+
+    def summed(self, bits: float | Literal["same"] | None = "same") -> "Calibration":
+        """Return a calibration whose layers all send sums, for engines that code nothing else.
+
+        Args:
+            bits: as in `within`; "same": the same budget.
+
+        Raises:
+            ValueError: as `within`; a format of inputs was given for a layer, whose effect was not measured.
+        """
+        budget = self.settings.get("bits") if bits == "same" else bits
+        return dataclasses.replace(self, inputs={}, offers={}).within(budget)
 
     def bits_per_value(self, *layers: str) -> float:
         """Bits per value of these layers, or of all, for many rows: gains, outliers and codes, or inputs."""
@@ -271,10 +311,11 @@ class Calibration:
             tables["inputs"] = {
                 name: (int(bits), int(group), float(row)) for name, (bits, group, row) in tables["inputs"].items()
             }
-            tables["curves"] = {
-                name: {int(bits): (clip, error) for bits, (clip, error) in curve.items()}
-                for name, curve in tables["curves"].items()
-            }
+            for kind in ("curves", "offers"):
+                tables[kind] = {
+                    name: {int(bits): (one, other) for bits, (one, other) in by_bits.items()}
+                    for name, by_bits in tables[kind].items()
+                }
             tables["held_out"] = {
                 name: tuple((mean, spread) for mean, spread in ranks) for name, ranks in tables["held_out"].items()
             }
@@ -409,6 +450,14 @@ def check_budget(
         )
 
 
+def default_budget(widths: Mapping[str, int], outliers: Mapping[str, int], gain: str) -> float | None:
+    """Return the budget of bits per value that `calibrate` has by default."""
+    if gain == "static":
+        return None
+    uniform = sum(_costs(width, outliers[name], gain)[4] for name, width in widths.items()) / sum(widths.values())
+    return max(BUDGET, uniform)
+
+
 def _costs(width: int, outliers: int, gain: str) -> dict[int, int]:
     """Bits of a row of a payload, by the bits of its codes."""
     return {bits: FeatureInt.row_bits(bits, width, outliers, gain) for bits in range(FEWEST, MOST + 1)}
@@ -445,36 +494,25 @@ def curve_of(codec: FeatureInt, rows: Tensor) -> Curve:
     return curve
 
 
-def spend(
-    curves: Mapping[str, Curve],
-    costs: Mapping[str, Mapping[int, float]],
-    budget: float,
-    effects: Mapping[str, float],
-) -> dict[str, int]:
-    """Return the bits of each layer's codes within a budget for which the errors of all sums add up to the least.
-
-    An error counts by its effect on the model's outputs (`effects`), which is assumed to be proportional to the squared
-    error of the sum.
+def spend(choices: Mapping[str, Mapping[_Format, tuple[float, float]]], budget: float) -> dict[str, _Format]:
+    """Return the format of each layer within a budget for which the effects on the model's outputs add up to the least.
 
     Args:
-        curves: of each layer. costs: bits per row of each layer, by the bits of its codes. budget: bits per row of all
-            layers together, enough for the narrowest codes. effects: by layer, of 4-bit codes.
+        choices: by layer and format: bits per row, and effect. budget: bits per row of all layers together, enough for
+            the cheapest formats.
     """
-    chosen = dict.fromkeys(curves, WIDTHS[0])
-    spent = sum(costs[name][bits] for name, bits in chosen.items())
-
-    def error(name: str, bits: int) -> float:
-        return effects[name] * curves[name][bits][1] / (curves[name][4][1] or 1.0)
-
+    chosen = {name: min(formats, key=lambda f, own=formats: own[f]) for name, formats in choices.items()}
+    spent = sum(choices[name][one][0] for name, one in chosen.items())
     while True:
         offers = [
-            ((error(name, bits) - error(name, more)) / (costs[name][more] - costs[name][bits]), name, more)
-            for name, bits in chosen.items()
-            for more in WIDTHS[WIDTHS.index(bits) + 1 :]
-            if spent + costs[name][more] - costs[name][bits] <= budget
+            ((effect - least) / max(more - cost, 1e-9), name, other)
+            for name, one in chosen.items()
+            for cost, effect in [choices[name][one]]
+            for other, (more, least) in choices[name].items()
+            if least < effect and spent + more - cost <= budget
         ]
-        gain, name, more = max(offers, key=operator.itemgetter(0), default=(0.0, "", 0))
-        if gain <= 0:
+        if not offers:
             return chosen
-        spent += costs[name][more] - costs[name][chosen[name]]
-        chosen[name] = more
+        _, name, other = max(offers, key=operator.itemgetter(0))
+        spent += choices[name][other][0] - choices[name][chosen[name]][0]
+        chosen[name] = other

@@ -37,7 +37,7 @@ from lowbit.tensor_parallel.plan import (
 )
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import Installed, LayerSum, Watch, counting, local, sum_forward, tp_all_gather
-from lowbit.tensor_parallel.sums import counted, planned_sums, real_sums
+from lowbit.tensor_parallel.sums import ModelSum, counted, planned_sums, real_sums
 from lowbit.wire.pytorch import default_group
 
 
@@ -166,6 +166,27 @@ def emulate_tensor_parallel_(
         CalibrationError: a calibration for another model or number of ranks.
         RuntimeError: in a forward pass with gradients on: it is for inference.
     """
+
+    def formats(layers: Mapping[str, ModelSum]) -> tuple[Mapping[str, Codec | None], Mapping[str, Summable]]:
+        if isinstance(low_bit, Calibration):
+            low_bit.check(model, ranks, layers)
+            return {name: low_bit.codec(name) for name in layers}, low_bit.inputs_codecs()
+        return (low_bit if isinstance(low_bit, Mapping) else dict.fromkeys(layers, low_bit)), {}
+
+    return emulate(model, ranks, formats, settings=settings, plan=plan, watch=watch, drift=drift)
+
+
+def emulate(
+    model: nn.Module,
+    ranks: int,
+    formats: Callable[[Mapping[str, ModelSum]], tuple[Mapping[str, Codec | None], Mapping[str, Summable]]],
+    *,
+    settings: SumSettings | None = None,
+    plan: Plan | None = None,
+    watch: Watch | None = None,
+    drift: Drift | None = None,
+) -> Installed:
+    """Do what `emulate_tensor_parallel_` describes. `formats`: returns the formats of sums, and of inputs, by layer."""
     check_int("ranks", ranks, 1, 1 << 16)
     if any(isinstance(p, DTensor) for p in model.parameters()) or real_sums(model):
         raise ValueError("model is on tensor-parallel ranks already; allowed: a whole model")
@@ -173,12 +194,7 @@ def emulate_tensor_parallel_(
     planned = plan_of(model, rules)
     check_heads(model, ranks, planned)
     layers, emulation = planned_sums(model, rules), Installed()
-    inputs: dict[str, Summable] = {}
-    if isinstance(low_bit, Calibration):
-        low_bit.check(model, ranks, layers)
-        codecs, inputs = {name: low_bit.codec(name) for name in layers}, low_bit.inputs_codecs()
-    else:
-        codecs = low_bit if isinstance(low_bit, Mapping) else dict.fromkeys(layers, low_bit)
+    codecs, inputs = formats(layers)
     sums = {
         name: LayerSum(
             name=name, width=summed.width, device=summed.device, codec=codecs.get(name),

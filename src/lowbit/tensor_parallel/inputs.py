@@ -25,6 +25,8 @@ from lowbit.tensor_parallel.reduce import sum_in_process, sum_over_ranks
 from lowbit.tensor_parallel.rowwise import Installed, LayerSum, register, row_forward, tp_linear
 from lowbit.tensor_parallel.sums import ModelSum, mark
 
+INPUT_WIDTHS, INPUT_GROUP = (4, 5, 6, 8), 64
+"""Formats of inputs among which a budget chooses: bits of `GroupInt(symmetric=True)`, and its group."""
 _ROWS = 64  # rows of the message whose bits are counted
 
 
@@ -123,7 +125,10 @@ def layers_with_inputs(sums: Mapping[str, ModelSum], ranks: int, inputs: Summabl
     found: dict[str, float] = {}
     for name, summed in sums.items():
         layer = summed.module
-        if type(layer) is not nn.Linear or layer.in_features % ranks or layer.in_features > layer.out_features:
+        plain = (
+            type(layer) is nn.Linear and summed.partial is None
+        )  # quantized layers compute their products themselves
+        if not plain or layer.in_features % ranks or layer.in_features > layer.out_features:
             continue
         slices = Slices(codec=inputs, width=layer.in_features, world=ranks)
         bits = 8 * slices.nbytes((_ROWS, layer.in_features)) / _ROWS
@@ -150,6 +155,7 @@ class InputGather:
 
     def __post_init__(self) -> None:
         self.slices = Slices(codec=self.codec, width=self.layer.in_features, world=self.sums.ranks)
+        self.sums.inputs = self.slices
         self.number = register(self)
 
     def linear(self, x: Tensor, weight: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:

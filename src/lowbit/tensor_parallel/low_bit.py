@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
+from lowbit import escape
 from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
 from lowbit.escape import shown
@@ -22,6 +23,7 @@ from lowbit.tensor_parallel.reduce import SumSample, SumSettings, check_codec, m
 from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, install, local, row_forward
 from lowbit.tensor_parallel.sums import ModelSum, counted, group_of, real_sums
 
+_log = escape.logger("lowbit.tensor_parallel")
 Source = str | Path | Calibration | Codec
 
 
@@ -106,6 +108,30 @@ def load_agreed(source: Source, group: dist.ProcessGroup, settings: SumSettings)
     return loaded
 
 
+def sums_instead(calibration: Calibration, who: str, *, first: bool) -> Calibration:
+    """Return a calibration whose layers all send sums, and say so on the first rank, for those who code nothing else.
+
+    Raises:
+        CalibrationError: layers send their inputs in a given format, so that their sums have none.
+    """
+    if not calibration.inputs:
+        return calibration
+    try:
+        summed = calibration.summed()
+    except ValueError as error:
+        raise CalibrationError(
+            f"the calibration sends the inputs of {next(iter(calibration.inputs))} in a given format; allowed for "
+            f"{who}: one made without inputs (lowbit calibrate --inputs none)"
+        ) from error
+    if first:
+        _log.warning(
+            "the calibration lets %d of %d layers send their inputs, and %s add up partial sums only: all layers send "
+            "sums, in %.2f bits per value, with larger errors than the calibration's", len(calibration.inputs),
+            len(calibration.features), who, summed.bits_per_value(),
+        )  # fmt: skip
+    return summed
+
+
 def low_bit_styles(
     calibration: str | Path | Calibration,
     mesh: DeviceMesh,
@@ -116,7 +142,8 @@ def low_bit_styles(
     """Return styles for `parallelize_module(model, mesh, {**column_wise, **low_bit_styles(...)})`, by layer.
 
     Args:
-        calibration: a file or a `Calibration` for this model; its layers are the keys.
+        calibration: a file or a `Calibration` for this model; its layers are the keys. Where it lets layers send their
+            inputs, all send sums instead, within the same budget, and a warning says so.
         mesh: one dimension, the tensor-parallel ranks; all of them must call this.
         settings: how partial sums are added up. drift: watches at run time whether the calibrated ranges hold.
 
@@ -135,11 +162,7 @@ def low_bit_styles(
         )
     if loaded.world != mesh.size():
         raise CalibrationError(f"the calibration is for {loaded.world} ranks, this mesh has {mesh.size()}")
-    if loaded.inputs:
-        raise CalibrationError(
-            f"the calibration sends the inputs of {next(iter(loaded.inputs))}; allowed for styles: one made without "
-            "inputs (low_bit_ takes both)"
-        )
+    loaded = sums_instead(loaded, "styles", first=mesh.get_local_rank() == 0)
     styles = {
         name: LowBitRowwiseParallel(loaded.codec(name), settings=settings, drift=drift, name=name)
         for name in loaded.features

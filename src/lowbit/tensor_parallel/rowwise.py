@@ -187,6 +187,9 @@ class Installed:
         for each in self.sums:
             bits = "–" if each.codec is None else f"{each.codec.bits_per_element((1, each.width)):.2f}"
             kind = "not coded" if each.codec is None else type(each.codec).__name__
+            if each.inputs is not None:
+                bits = f"{8 * each.inputs.nbytes((64, each.inputs.width)) / 64 / each.width:.2f}"
+                kind = f"inputs, {type(each.inputs.codec).__name__}"
             lines.append(f"{each.name:<{width}}  {each.ranks:>5}  {each.width:>8}  {bits:>4}  {kind}")
         if not self.sums:
             lines = [f"{len(self._before)} layers of emulated ranks"]
@@ -212,6 +215,7 @@ class LayerSum:
         codec: format of the partial sums; None: the model's dtype.
         ranks: how many add up. group: the ranks; None: this process emulates all of them.
         traffic: counts. watch: sees partial sums and their sum. drift: watches coded values.
+        inputs: format of the inputs that are sent instead of sums that would be coded (`inputs.Slices`).
     """
 
     name: str
@@ -224,6 +228,7 @@ class LayerSum:
     traffic: SumTraffic = field(default_factory=SumTraffic)
     watch: Watch | None = None
     drift: Drift | None = None
+    inputs: Any = None
     number: int = field(init=False)
     group_name: str = field(init=False, default="")
 

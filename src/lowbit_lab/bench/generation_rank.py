@@ -59,7 +59,7 @@ class GenerationRank:
             layout, name = key = wanted["layout"], wanted["name"]
             tensor = {"pipeline": 1, "tensor": ranks, "both": settings["per_host"]}[layout]
             if name in GAINS and (tensor, name) not in calibrations:
-                calibrated = calibrate(model, [self._prompt[0]], ranks=tensor, gain=GAINS[name])
+                calibrated = calibrate(model, [self._prompt[0]], ranks=tensor, gain=GAINS[name], bits=None)
                 calibrations[tensor, name] = calibrated
             shared = {id(weight): weight for weight in model.parameters()}
             cut = self._models[key] = _cut(copy.deepcopy(model, shared), tensor)

@@ -322,7 +322,7 @@ class TensorParallelRank:
         vocab = vocabulary(sizes, _VOCAB)
         self._model = tensor_parallel_(build_model(sizes, vocab=vocab, sequence=tokens, seed=0).bfloat16().eval())
         self._ids = torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
-        calibration = calibrate(self._model, [self._ids])
+        calibration = calibrate(self._model, [self._ids], bits=None)
         self._sources = {
             "feature-int4": calibration, "feature-int4-static": calibration.select(gain="static"),
             "int4": calibration.select(k=0), "int8": codec_of("int8", []),

@@ -29,8 +29,9 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
 
     Returns:
         A row for each layer, with `layer`, `features` (chosen), `k` (their number), `width`, `bits_per_value`,
-        `gain`, `aggregated` (root mean square of the ranks' ranges, by feature), and of that `range_median` and
-        `range_largest`.
+        `codes` (bits of the codes of its sums) or `inputs` (of its inputs, if it sends these), `whole_weight` (bytes
+        that each rank keeps for that in addition to its part), `gain`, `aggregated` (root mean square of the ranks'
+        ranges, by feature), and of that `range_median` and `range_largest`.
     """
     rank, ranks = world()
     settings = dataclasses.replace(settings, ranks=ranks if ranks > 1 else settings.ranks)
@@ -44,7 +45,8 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
         calibration = make(model, sequences, settings, start=start)
     if rank == 0:
         calibration.save(settings.path)
-    return [_row(calibration, name) for name in calibration.ranges]
+    nbytes = {name: weight.nbytes for name in calibration.inputs for weight in [model.get_submodule(name).weight]}
+    return [{**_row(calibration, name), "whole_weight": nbytes.get(name, 0)} for name in calibration.ranges]
 
 
 def read(settings: CalibrationConfig) -> loading.Sequences:
@@ -70,10 +72,15 @@ def make(
     if start is not None and not settings.features:
         k = start.settings.get("k")
     gain = settings.gain or (start.gain if start is not None else "token")
-    inputs = check_summable(parse(settings.inputs)) if settings.inputs else None
-    if start is not None and not settings.inputs:
-        inputs = next(iter(start.inputs_codecs().values()), None)
-    bits = start.settings.get("bits") if start is not None and settings.bits is None else settings.bits
+    bits: Any = None if settings.bits == "uniform" else settings.bits or "auto"
+    inputs: Any = "auto"
+    if settings.inputs:
+        inputs = None if settings.inputs == "none" else check_summable(parse(settings.inputs))
+    if start is not None:
+        if settings.bits is None and start.gain == gain:
+            bits = start.settings.get("bits")
+        if not settings.inputs and start.settings.get("inputs") != "auto":
+            inputs = next(iter(start.inputs_codecs().values()), None)
     description = (
         f"{len(drawn)} of {settings.length} tokens from {sequences.source}, seed {settings.seed}, "
         f"tokens {sequences.fingerprint()}"
@@ -103,6 +110,8 @@ def _row(calibration: Calibration, layer: str) -> dict[str, Any]:
         "k": len(features),
         "width": ranges.shape[1],
         "bits_per_value": calibration.bits_per_value(layer),
+        "codes": None if layer in calibration.inputs else calibration.bits.get(layer, 4),
+        "inputs": calibration.inputs[layer][0] if layer in calibration.inputs else None,
         "gain": calibration.gain,
         "range_median": float(aggregated.median()),
         "range_largest": float(aggregated.max()),

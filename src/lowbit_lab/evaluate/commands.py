@@ -42,7 +42,9 @@ def _line(row: Row) -> str:
 def _ranges_title(rows: Sequence[Row]) -> str:
     bits = sum(row["bits_per_value"] * row["width"] for row in rows) / sum(row["width"] for row in rows)
     published = ", as published: no gain for each token" if rows[0].get("gain") == "static" else ""
-    return f"Ranges of partial sums; {bits:.4f} bits per value{published}"
+    sent = [row["whole_weight"] for row in rows if row["inputs"]]
+    inputs = f"; {len(sent)} layers send their inputs, whose weights take {sum(sent) / 1e6:.1f} MB more on each rank"
+    return f"Ranges of partial sums; {bits:.4f} bits per value{published}{inputs * bool(sent)}"
 
 
 CALIBRATE = Command(
@@ -66,6 +68,8 @@ CALIBRATE = Command(
                 Column("median\nrange", "range_median", "{:.3g}"),
                 Column("largest", "range_largest", "{:.3g}"),
                 Column("over\nmedian", lambda row: row["range_largest"] / row["range_median"], "{:.1f}"),
+                Column("sums in\nbits", "codes"),
+                Column("inputs\nin bits", "inputs"),
                 Column("in\nbf16", "k"),
                 Column("which", lambda row: ", ".join(map(str, row["features"][:4])) + ", ..." * (row["k"] > 4)),
             ),

@@ -130,6 +130,9 @@ class Evaluation:
             self.files = {name: loading.load_calibration(name) for name in self.paths}
             self._check_calibrations(calibrations)
             model = loading.load_model(self.settings.model, self.settings.dtype, self.device)
+            used = [calibration for world, calibration in calibrations.items() if world in self.tps]
+            for calibration in (*used, *self.files.values()):
+                calibration.check(model, calibration.world)
             self.tasks.prepare(model, self.device)
             for case in self._cases(model, calibrations):
                 rows = [*rows, self._measure(model, case)]
@@ -317,4 +320,4 @@ def _with_features(calibration: Calibration, name: str) -> Calibration:
             f"format is {name}, which has a gain for each token, and the calibration was made with --gain static; "
             f"allowed: --format {STATIC}, or a calibration made with --gain token"
         )
-    return calibration.select(k=0) if name == "int4" else calibration
+    return calibration.summed(None).select(k=0) if name == "int4" else calibration

@@ -65,13 +65,15 @@ class CalibrationConfig(InferenceConfig):
     """token: each token has a gain of 16 bits, times the ranges of its features. static: the published format (arXiv
     2411.07942), in which symmetric ranges alone say what codes stand for. If omitted, token, or with --continue as
     before."""
-    bits: Annotated[float, Field(gt=3, le=16)] | None = None
+    bits: Annotated[float, Field(gt=3, le=16)] | Literal["uniform"] | None = None
     """Budget of bits per value over all layers, every bit counted, such as 5: layers get codes of 3 to 8 bits by what
-    these do to the model's outputs. If omitted, 4-bit codes everywhere, or with --continue as before."""
+    these do to the model's outputs. uniform: 4-bit codes everywhere. If omitted, 4.25, with --gain static uniform, or
+    with --continue as before."""
     inputs: str = ""
     """Format in which layers send their inputs where that takes no more bits than their partial sums in 4 bits, as
-    behind attention on two ranks, such as GroupInt(bits=8, group=64, symmetric=True). Each rank then keeps the whole
-    weights of these layers. If omitted, no layer does, or with --continue as before."""
+    behind attention, such as GroupInt(bits=8, group=64, symmetric=True). Each rank then keeps the whole weights of
+    these layers. none: no layer does. If omitted, codes of 4 to 8 bits where a budget is better spent so, or with
+    --continue as before."""
     continue_: bool = False
     """Continue the calibration in the output file, for example after a warning that the text has drifted."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99

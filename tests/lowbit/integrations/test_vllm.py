@@ -80,14 +80,18 @@ def even() -> Any:
 
 
 def two_ways(path: str) -> Tensor:
-    """Logits of a prefill. They are those of `low_bit_` with the same calibration, those of decoding without it."""
+    """Logits of a prefill. They are those of `low_bit_` with the same calibration, those of decoding without it.
+
+    The calibration lets layers send their inputs, which vLLM's layers do not: they send sums.
+    """
     calibration, settings = calibrate(even(), sequences(), ranks=dist.get_world_size()), SumSettings(small=0)
     if dist.get_rank() == 0:
         calibration.save(path)
     dist.barrier()
     model = tensor_parallel_(even())
     plain = logits(model, ids())
-    with low_bit_(model, path, settings=settings):
+    assert calibration.inputs
+    with low_bit_(model, calibration.summed(), settings=settings):
         coded = logits(model, ids())
     with served(even, calibration=path) as engine:
         before = engine.group.sums

@@ -112,8 +112,8 @@ def ids(rows: int = 2, length: int = 9) -> Tensor:
 
 @functools.cache
 def calibrated(**options: Any) -> Calibration:
-    """Of a fresh `Toy`, on two ranks."""
-    return calibrate(Toy(), sequences(), ranks=2, text="toy text", **options)
+    """Of a fresh `Toy`, on two ranks, without a budget unless one is given."""
+    return calibrate(Toy(), sequences(), ranks=2, text="toy text", **{"bits": None, **options})
 
 
 def logits(model: Any, tokens: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from lowbit.codecs import FeatureInt
 from lowbit.tensor_parallel import Calibration, CalibrationError, calibrate
 from lowbit.tensor_parallel.calibrate import MOST_ROWS, Observer, sampling
 from lowbit.tensor_parallel.calibration import WIDTHS, digest_of, spend, tables_of
-from tests.lowbit.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, sequences, sums_of
+from lowbit.tensor_parallel.low_bit import sums_instead
+from lowbit.tensor_parallel.observed import _Blocks
+from tests.lowbit.tensor_parallel.models import INT8, LAYERS, WIDTH, Toy, calibrated, sequences, sums_of
 from tests.refused import refused
 
 
@@ -87,7 +89,7 @@ def test_formats_are_chosen_by_the_error_of_the_sums(calibration: Calibration):
 
 
 def test_a_budget_goes_where_it_helps_the_outputs(calibration: Calibration):
-    made = calibrate(Toy(), sequences(), ranks=2, text="toy text", bits=6)
+    made = calibrated(bits=6, inputs=None)
     least, budget = made.within(4.6), made.within(6)
     assert calibration.bits_per_value() == 4.5
     assert least.bits_per_value() <= 4.6
@@ -99,11 +101,65 @@ def test_a_budget_goes_where_it_helps_the_outputs(calibration: Calibration):
         assert codec.bits_per_element((1 << 10, WIDTH)) == budget.bits_per_value(name)
     assert budget.within(None).bits == calibration.bits
     assert budget.fingerprint() == made.fingerprint() != calibration.fingerprint()
-    curves = {"loud": {b: (1.0, 4.0 ** (6 - b)) for b in WIDTHS}, "soft": {b: (1.0, 4.0 ** (3 - b)) for b in WIDTHS}}
-    costs, effects = {name: {b: 10 * b for b in WIDTHS} for name in curves}, {"loud": 8.0, "soft": 1 / 8}
-    assert spend(curves, costs, 90, effects) == {"loud": 6, "soft": 3}
-    assert spend(curves, costs, 110, effects) == {"loud": 6, "soft": 5}
-    assert spend(curves, costs, 90, {"loud": 1 / 8, "soft": 8.0}) == {"loud": 3, "soft": 6}
+    choices = {name: {b: (10.0 * b, size / 4.0**b) for b in WIDTHS} for name, size in (("loud", 64.0), ("soft", 1.0))}
+    assert spend(choices, 90) == {"loud": 6, "soft": 3}
+    assert spend(choices, 110) == {"loud": 6, "soft": 5}
+    offer = {"soft": {**choices["soft"], "inputs": (20.0, 0.0)}, "loud": choices["loud"]}
+    assert spend(offer, 90) == {"loud": 6, "soft": "inputs"}
+
+
+def test_by_default_a_budget_chooses_between_sums_and_inputs(calibration: Calibration):
+    made = calibrated(bits="auto")
+    assert made.settings["bits"] == calibration.bits_per_value() == 4.5  # 4.25 would be fewer than 4-bit codes take
+    assert list(made.inputs) == list(made.offers) == [LAYERS[0], LAYERS[2]]  # those behind attention
+    assert 4.25 < made.bits_per_value() <= 4.5
+    assert min(made.bits[name] for name in LAYERS if name not in made.inputs) > 4
+    for name, offers in made.offers.items():
+        assert offers[8][1] == pytest.approx(offers[6][1] * (31 / 127) ** 2)
+        assert offers[6][1] < made.effects[name] / 4
+    everywhere, summed = made.summed(None), made.summed()
+    assert (everywhere.bits, everywhere.bits_per_value()) == (calibration.bits, calibration.bits_per_value())
+    for name, by_rank in everywhere.held_out.items():
+        for (found, _), (measured, _) in zip(by_rank, calibration.held_out[name], strict=True):
+            assert found == pytest.approx(measured, rel=0.2), name
+    assert not summed.inputs
+    assert summed.bits_per_value() <= 4.5
+    assert calibrate(Toy(), sequences(), ranks=2, gain="static").bits == calibration.bits, "as published"
+
+
+def test_who_codes_sums_only_says_so_for_layers_that_would_send_inputs(caplog: pytest.LogCaptureFixture):
+    made, sums = calibrated(bits="auto"), calibrated(bits="auto", inputs=None)
+    assert sums_instead(sums, "styles", first=True) is sums
+    assert not caplog.text
+    assert sums_instead(made, "styles", first=True).bits == sums.bits
+    assert "lets 2 of 4 layers send their inputs, and styles add up partial sums only" in caplog.text
+    with pytest.raises(CalibrationError, match=r"allowed for styles: one made without inputs \(lowbit calibrate --inp"):
+        sums_instead(calibrated(inputs=INT8, bits=4.6), "styles", first=True)
+
+
+class Handing(Toy):
+    """The second block needs what the first one leaves behind."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.layers[0].left = None
+        hook = self.layers[0].second.register_forward_hook(lambda *each: setattr(self.layers[0], "left", each[2]))
+        x = self.layers[0](self.embed(ids))
+        hook.remove()
+        return self.head(self.layers[1](x) + self.layers[0].left)
+
+
+@pytest.mark.parametrize(("kind", "fewer"), [(Toy, True), (Handing, False)])
+def test_blocks_are_skipped_where_that_changes_nothing(kind: type[Toy], fewer: bool, monkeypatch: pytest.MonkeyPatch):
+    def run() -> tuple[str, int]:
+        model, calls = kind(), list[int]()
+        model.layers[0].second.register_forward_hook(lambda *_: calls.append(1))
+        return calibrate(model, sequences(), ranks=2).fingerprint(), len(calls)
+
+    fingerprint, calls = run()
+    monkeypatch.setattr(_Blocks, "check", lambda self, *_: vars(self).update(index={}))
+    whole, most = run()
+    assert fingerprint == whole
+    assert most - calls == (9 if fewer else 0)  # the second block's three effects on three sequences
 
 
 def test_the_last_eighth_is_held_out_and_measures_the_error():
@@ -142,13 +198,13 @@ def test_a_batch_changes_nothing_and_a_calibration_goes_on(calibration: Calibrat
     model = Toy().train()
     model.layers[0].eval()  # frozen
     modes = [module.training for module in model.modules()]
-    again = calibrate(model, sequences(), ranks=2, text="toy text", progress=done.append)
+    again = calibrate(model, sequences(), ranks=2, text="toy text", progress=done.append, bits=None)
     assert done == [1, 2, 3, 4]
     assert [module.training for module in model.modules()] == modes
     assert again.fingerprint() == calibration.fingerprint()
     first = calibrate(Toy(), sequences()[:3], ranks=2, text="toy text")
     last = calibrate(Toy(), sequences()[2:], ranks=2, start=first)
-    batched = calibrate(Toy(), [torch.stack(sequences())], ranks=2)
+    batched = calibrate(Toy(), [torch.stack(sequences())], ranks=2, bits=None)
     assert (first.count, last.count) == (2, 3)
     for name in LAYERS:
         assert torch.equal(last.ranges[name], calibration.ranges[name])
@@ -203,7 +259,7 @@ def test_static_ranges_are_the_papers_and_no_token_has_a_gain(calibration: Calib
     assert (other.features, other.curves, other.held_out) == (made.features, {}, {})
     assert torch.equal(other.select(gain="token").ranges[LAYERS[0]], calibration.ranges[LAYERS[0]])
     assert {clip for curve in made.curves.values() for clip, _ in curve.values()} == {1.0}
-    budget = calibrate(Toy(), sequences(), ranks=2, gain="static", bits=5)
+    budget = calibrate(Toy(), sequences(), ranks=2, gain="static", bits=5, inputs=None)
     assert 4.25 < budget.bits_per_value() <= 5
     for name, partials, total in sums_of(made, sequences(1)[0][None]):
         codec = made.codec(name)

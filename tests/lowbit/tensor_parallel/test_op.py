@@ -55,7 +55,8 @@ def test_one_graph_however_installed() -> None:
     assert not torch.equal(logits(toy, ids()), coded)
     with pytest.raises(RuntimeError, match=r"for inference only, and gradients are on; allowed: .*no_grad"):
         compiled(toy)(ids())
-    with low_bit_(toy, calibrate(toy, sequences(), inputs=INT8), settings=ONE):
+    with low_bit_(toy, calibrate(toy, sequences(), inputs=INT8), settings=ONE) as installed:
+        assert str(installed).count("  inputs, GroupInt") == 2
         compare(toy)
         with pytest.raises(RuntimeError, match="for inference only"):
             toy(ids())

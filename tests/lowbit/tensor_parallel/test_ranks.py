@@ -43,7 +43,7 @@ PLAN = {"up": "colwise", "down": "rowwise"}
 def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
     """What one of them computes."""
     model = tensor_parallel_(Toy().to(dtype))
-    fingerprint, whole = calibrate(model, sequences()).fingerprint(), logits(model, ids())
+    fingerprint, whole = calibrate(model, sequences(), bits=BUDGET).fingerprint(), logits(model, ids())
     loaded = [Calibration.load(Path(folder) / name) for name in ("calibration", "with_inputs")]
     coded = computed(model, partial(low_bit_, model), *loaded, dist.group.WORLD)
     assert torch.equal(logits(model, ids()), whole)  # removed without a trace
@@ -52,14 +52,15 @@ def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
 
 def in_one_process(ranks: int, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
     model = Toy().to(dtype)
-    calibration = calibrate(model, sequences(), ranks=ranks)
+    calibration = calibrate(model, sequences(), ranks=ranks, bits=None)
     calibration.save(folder / "calibration")
-    with_inputs = calibrate(model, sequences(), ranks=ranks, inputs=INT8, bits=BUDGET)
+    with_inputs = calibrate(model, sequences(), ranks=ranks, bits=BUDGET)
+    assert with_inputs.inputs
     with_inputs.save(folder / "with_inputs")
     with emulate_tensor_parallel_(model, ranks):
         whole = logits(model, ids())
     coded = computed(model, partial(emulate_tensor_parallel_, model, ranks), calibration, with_inputs)
-    return {"fingerprint": calibration.fingerprint(), "whole": whole} | coded
+    return {"fingerprint": with_inputs.fingerprint(), "whole": whole} | coded
 
 
 def computed(

@@ -66,6 +66,43 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
     assert caplog.text.count("the calibration was made from the same") == 1
 
 
+def test_calibrations_are_formats_and_say_what_they_send(folder: Path, calibrated: Path, tmp_path: Path):
+    """A budget by default; `--bits uniform` as before there was one; sums alone with `--inputs none`."""
+    base = f"--text {folder / 'text.txt'} --length 32 --sequences 8 --features 1 --threads 1"
+    files = {name: tmp_path / f"{name}.safetensors" for name in ("default", "uniform", "sums")}
+    for (name, file), more in zip(files.items(), ("", "--bits uniform", "--inputs none --bits 5"), strict=True):
+        result = invoke("calibrate", str(folder), *f"{base} --output {file} {more}".split())
+        assert result.exit_code == 0, result.output
+        said = "2 layers send their inputs, whose weights take 0.0 MB more on each rank" in result.stdout
+        assert said == (name == "default")
+    loaded = {name: Calibration.load(file) for name, file in files.items()}
+    assert loaded["default"].fingerprint() == Calibration.load(calibrated).fingerprint()
+    assert len(loaded["default"].inputs) == 2
+    assert {*loaded["uniform"].bits.values()} == {4}
+    assert not loaded["uniform"].inputs
+    assert (loaded["sums"].inputs, loaded["sums"].settings["bits"]) == ({}, 5)
+    again = invoke("calibrate", str(folder), *f"{base} --output {files['sums']} --continue".split())
+    assert again.exit_code == 0, again.output
+    continued = Calibration.load(files["sums"])
+    assert (continued.count, continued.inputs, continued.settings["bits"]) == (14, {}, 5)
+    formats = ("int4", "feature-int4", *map(str, files.values()))
+    rows = run(EVALUATE, evaluation_config(folder, tps=(2,), formats=formats, sequences=2)).rows
+    assert [row["format"] for row in rows] == ["bf16", "int4", "feature-int4", *files]
+    assert rows[2]["logits"] == rows[3]["logits"]
+    assert rows[4]["bits_per_value"] - rows[1]["bits_per_value"] == pytest.approx((5.0 - 4.5) * 4 / 5)
+    assert rows[5]["sum_error"] < rows[4]["sum_error"]
+
+
+def test_a_calibration_of_another_model_is_refused_before_anything_is_measured(
+    folder: Path, calibrated: Path, tmp_path: Path
+):
+    other = str(tmp_path / "other.safetensors")
+    dataclasses.replace(Calibration.load(calibrated), model="f" * 16).save(other)
+    for given in ({"formats": (other,)}, {"formats": ("feature-int4",), "calibrations": (other,)}):
+        with pytest.raises(CalibrationError, match=f"the calibration is for the model {'f' * 16}, this is"):
+            run(EVALUATE, evaluation_config(folder, tps=(1, 2), **given), on_rows=lambda _: pytest.fail("measured"))
+
+
 def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Path):
     """Of a calibration made with --gain static as it says; of others, the paper's format from the same averages."""
     output = tmp_path / "made" / "static"
@@ -180,7 +217,11 @@ REFUSED = [
     ("calibrate {model} --length 64 --text {short}", "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)"),
     ("evaluate {model} --length 8 --text {text} --format int5x", "format is 'int5x'; allowed: int4, feature-int4"),
     ("evaluate {model} --length 8 --text {text} --format feature-int4-statik",
-     "feature-int4, feature-int4-static, or a codec\n"),
+     "feature-int4, feature-int4-static, a file of `lowbit calibrate`, or a codec\n"),
+    ("evaluate {model} --length 8 --text {text} --tp 4 --format {calibrated}",
+     "calibration-tp2.safetensors, a calibration for 2 ranks, and tp is 4; allowed: --tp 2"),
+    ("evaluate {model} --length 8 --text {text} --tp 2 --format none.safetensors", "none.safetensors: No such file"),
+    ("calibrate {model} --bits uneven", "bits is 'uneven'; allowed: "),
     ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
     ("calibrate {model} --gain row", "error: gain is 'row'; allowed: token, static or nothing"),
     ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),
@@ -204,6 +245,7 @@ REFUSED = [
     (f"{WITH_FILES} arc_easy={{files}}/odd.json", "odd.json cannot be read: Is a directory; allowed: a local file"),
     (f"{WITH_FILES} arc_easy={{model}}/config.json", "config.json line 1 is not JSON"),
     (f"{WITH_FILES} arc_easy={{files}}/list.json", "list.json line 1 is not a valid question of arc_easy"),
+    (f"{WITH_FILES} boolq={{files}}/winogrande.jsonl", "line 1 is not a valid question of boolq (no 'passage'); allow"),
     (f"{WITH_FILES} arc={{files}}/list.json", "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq"),
     (f"{WITH_FILES} boolq=", "task is 'boolq='; allowed with a file: NAME=FILE of"),
     (f"{WITH_FILES} boolq=a.json,boolq", "task is boolq=a.json, boolq; allowed: each task once"),
@@ -221,6 +263,7 @@ def test_bad_input_is_one_line_before_a_model_is_evaluated(
         monkeypatch.setattr("lowbit_lab.evaluate.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "boolq.jsonl").write_text("\n".join(map(json.dumps, BOOLQ)))
+    (tmp_path / "winogrande.jsonl").write_text("\n".join(map(json.dumps, WINOGRANDE)))
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "odd.json").mkdir()
     values = {"model": folder, "encoder": encoder, "calibrated": calibrated, "files": tmp_path}
