@@ -28,6 +28,7 @@ from lowbit.activations.functions import (
     first_order,
 )
 from lowbit.activations.gated.reference import TABLE
+from lowbit.activations.policy import GATES
 from lowbit.activations.recipes import (
     Formula,
     GatedOutput,
@@ -208,7 +209,7 @@ def _activated(call: TorchCall, x: Tensor, activation: Formula) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
     if not call.saves(x):
         return NotImplemented
-    codec = call.codec("gate" if activation == "silu" else "mlp", x)
+    codec = call.codec("gate" if activation in GATES else "mlp", x)
     if activation == "relu" and codec is not None:  # an exact mask, and the output in one bit less
         with torch.no_grad():
             out = x.relu()

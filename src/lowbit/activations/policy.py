@@ -182,7 +182,9 @@ LEAST_BITS = {"norm": 8, "attention": 8}
 """Lower limit for norms and attention (a policy may go below it): their errors reach the gradients of many layers."""
 GATED = 6
 """The default bits; with these, gates take one more in groups of twice the length: 7.25 bits instead of 6.5."""
-SPOILED = 0.1
+GATES = ("silu", "gelu_tanh")
+"""Activation functions that mostly gate a product, as in Llama and Gemma."""
+SPOILED = 0.05
 """Error of 8 bits in groups, as the root mean square over channels, above which a norm gets `finer` groups."""
 LOST = 0.3
 """Above this error, in any number of bits, a warning names the norm. In 4 bits, normally distributed inputs have an
@@ -198,11 +200,11 @@ class LayerAware:
     `LayerAware()` is our setting: norms and attention in 8 bits and more, gates in 7, the rest in 6.
     `LayerAware.published()` is the paper's: 4 bits, and attention uncompressed.
 
-    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 7.25
-    for SiLU's gates, 8.5 for norms and v, 10.75 for q and k, 12.75 for a k that is smaller than q. With 16 bits tensors
-    are saved unchanged, and others that follow from them are still recomputed. Instead of bits you can give a codec
-    without state, such as `BlockFloat8()` or `GroupInt(bits=8, group=16)`: then norms and gates are computed by
-    PyTorch's own functions, unless it is an asymmetric `GroupInt`, which has fused kernels.
+    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element,
+    7.25 for gates (SiLU and tanh GELU), 8.5 for norms and v, 10.75 for q and k, 12.75 for a k that is smaller than
+    q. With 16 bits tensors are saved unchanged, and others that follow from them are still recomputed. Instead of
+    bits you can give a codec without state, such as `BlockFloat8()` or `GroupInt(bits=8, group=16)`: then norms and
+    gates are computed by PyTorch's own functions, unless it is an asymmetric `GroupInt`, which has fused kernels.
 
     Args:
         bits: 2 to 8, or 16, or a codec; for all layer types that have no bits of their own. The paper uses 4, with
@@ -211,7 +213,7 @@ class LayerAware:
             8, or `bits` if that is more. With 4 bits, as in the paper, three short trainings from scratch lost 0.103,
             0.055 and 0.003 nats.
         mlp: bits for the inputs of activation functions and gates. ReLU takes one more bit per element. None: `bits`,
-            but if that is 6, SiLU's gate and the factor take 7 in groups of twice the length, because they caused most
+            but if that is 6, gates and their factors take 7 in groups of twice the length, because they caused most
             of the error in a pretrained model.
         linear: bits for inputs of linear layers that come neither from a norm nor from an activation nor from
             attention.
@@ -222,7 +224,7 @@ class LayerAware:
         rounding: "nearest" or "stochastic", whose error is zero on average; codecs have their own.
         outliers: examine each norm's input in the first training pass. If the norm of a token is at least 8 times the
             median, as that of a sink, one token of every 128 is kept exactly from then on, those of largest norm. If
-            the channels of the other tokens have a mean error above 10 % with 8 bits in groups, as when a few channels
+            the channels of the other tokens have a mean error above 5 % with 8 bits in groups, as when a few channels
             are hundreds of times larger, they take 12.75 bits. Norms with other bits or a codec keep their format.
         smallest: inputs of linear layers with fewer elements are saved unchanged, unless they are recomputed: they take
             few bytes, and errors of a classifier's input are not averaged over tokens.
@@ -277,7 +279,7 @@ class LayerAware:
     def bits_of(self, kind: str, name: str = "") -> Format:
         """Bits or codec of a layer type ("norm", "mlp", "linear", "attention") in the module of this name.
 
-        "gate": SiLU among "mlp".
+        "gate": the activation functions `GATES` among "mlp".
         """
         own = getattr(self, "mlp" if kind == "gate" else kind)
         if kind == "gate" and own is None and self.bits == GATED:

@@ -31,7 +31,7 @@ from lowbit.activations.follow import (
 )
 from lowbit.activations.functions import first_order
 from lowbit.activations.handlers import Followed, norm_or_activation
-from lowbit.activations.policy import KINDS, WHOLE, Format, LayerAware
+from lowbit.activations.policy import GATES, KINDS, WHOLE, Format, LayerAware
 from lowbit.activations.recipes import Rebuilt, SavedTensors
 from lowbit.activations.structure import activation_like, is_activation, linear_like, norm_like
 from lowbit.codecs import GroupInt
@@ -102,7 +102,7 @@ def compress(model: nn.Module, policy: LayerAware) -> "Compressed":
         if callable(formula):
             inside += (f"{name}." if name else "",)
         _follow_functions(module)
-        format_of = "gate" if kind == "mlp" and formula == "silu" else kind
+        format_of = "gate" if kind == "mlp" and formula in GATES else kind
         layer = Layer(
             name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
             in_graphs=name_of(policy, format_of, name),

@@ -224,6 +224,16 @@ def test_the_first_input_decides():
     assert sizes == [finer(GroupInt(bits=8)).nbytes((4, 50, BROAD)) + gate] * 2
 
 
+@pytest.mark.parametrize(("approximate", "gate"), [("none", GroupInt(bits=6)), ("tanh", GroupInt(bits=7, group=128))])
+def test_gates_take_a_bit_more(approximate: str, gate: GroupInt):
+    model = block()
+    model.act = nn.GELU(approximate=approximate)
+    compress_saved_(model)
+    with saved_bytes(model) as saved:
+        model(inputs(ratio=1.0)).sum().backward()
+    assert saved[torch.uint8] == GroupInt(bits=8).nbytes((4, 50, BROAD)) + gate.nbytes((4, 50, 96))
+
+
 @pytest.mark.parametrize(
     "codec", [BlockFloat8(), GroupInt(bits=8, group=8), GroupInt(bits=6, symmetric=True)], ids=repr
 )
