@@ -3,20 +3,19 @@
 A pretrained model reads windows of each text through three boundaries, after a quarter, half and three quarters of
 its layers, forward only: exactly, with `TransformQuant` at each rate, and the same with anchors. Before, windows of the
 files to fit cross: some exactly, to fit the anchors, then some coded, so that the format has a basis. For each text and
-rate, a line has the rise of the loss without and with anchors, and their difference, in nats for each token, with
-standard errors over windows; the last number is the ratio of the two.
+rate, a line has the rise of the loss and the Kullback-Leibler divergence from the exact model, in nats for each token,
+without and with anchors, and what anchors save, with standard errors over windows.
 """
 
 import argparse
 import logging
-import statistics
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from benchmarks.real import opened
 from lowbit.codecs import TransformQuant
@@ -34,21 +33,28 @@ def windows(tokenizer: Any, file: Path, count: int, length: int, *, at: int = 0)
 
 
 @torch.no_grad()
-def losses(model: Any, ids: Tensor, emulation: Emulation | None = None) -> list[float]:
-    """Return the mean loss of each window."""
-    found = []
+def outputs(model: Any, ids: Tensor, emulation: Emulation | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield logarithms of probabilities (windows, tokens, vocabulary), and the losses (windows,), of a few windows."""
     for part in ids.split(AT_ONCE):
         if emulation is not None:
             emulation.set_tokens(part)
-        logits = model(input_ids=part, use_cache=False).logits[:, :-1]
-        each = cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
-        found += each.view(len(part), -1).mean(1).tolist()
-    return found
+        logs = model(input_ids=part, use_cache=False).logits[:, :-1].log_softmax(-1)
+        yield logs, -logs.gather(2, part[:, 1:, None]).mean((1, 2))
 
 
-def mean_and_error(values: Sequence[float]) -> str:
+def compared(model: Any, ids: Tensor, exact: Sequence[tuple[Tensor, Tensor]], emulation: Emulation) -> Tensor:
+    """Return the rise of each window's loss, and its divergence from the exact model: (2, windows)."""
+    found = []
+    for (expected, loss), (logs, coded_loss) in zip(exact, outputs(model, ids, emulation), strict=True):
+        expected = expected.float()
+        divergence = (expected.exp() * (expected - logs)).sum(-1).mean(1)
+        found.append(torch.stack([coded_loss - loss, divergence]))
+    return torch.cat(found, 1)
+
+
+def shown(values: Tensor) -> str:
     """Return the mean and its standard error as text."""
-    return f"{statistics.fmean(values):+.4f} ± {statistics.stdev(values) / len(values) ** 0.5:.4f}"
+    return f"{values.mean():+.4f} ± {values.std() / len(values) ** 0.5:.4f}"
 
 
 def main() -> None:
@@ -75,35 +81,30 @@ def main() -> None:
     fitted = torch.cat([windows(tokenizer, file, each, given.tokens) for file in given.fit])
     fitted = fitted[torch.randperm(len(fitted), generator=torch.Generator().manual_seed(0))]
     texts = {file.name: windows(tokenizer, file, given.windows, given.tokens) for file in given.text}
-    exact = {name: losses(model.eval(), ids) for name, ids in texts.items()}
-    for name, found in exact.items():
-        print(f"{name}: exact {statistics.fmean(found):.4f} nats", flush=True)  # noqa: T201
+    exact: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for name, ids in texts.items():
+        exact[name] = [(logs.half(), loss) for logs, loss in outputs(model.eval(), ids)]
+        print(f"{name}: exact {torch.cat([loss for _, loss in exact[name]]).mean():.4f} nats", flush=True)  # noqa: T201
     embedding = model.get_input_embeddings().weight.detach()
     for bits in given.bits:
-        rises: dict[bool, dict[str, list[float]]] = {}
-        for anchored in (False, True):
-            anchor = TokenAnchor(embedding=embedding) if anchored else None
+        measured: list[dict[str, Tensor]] = []
+        for anchor in (None, TokenAnchor(embedding=embedding)):
             emulation = emulate_(model, at=places, forward=TransformQuant(bits=bits), warmup_steps=1, anchor=anchor)
             model.train()
-            if anchored:
-                losses(model, fitted[: given.exact], emulation)
+            if anchor is not None:
+                deque(outputs(model, fitted[: given.exact], emulation), maxlen=0)
             emulation.step()
-            losses(model, fitted[given.exact : given.exact + given.warm], emulation)
+            deque(outputs(model, fitted[given.exact :][: given.warm], emulation), maxlen=0)
             model.eval()
-            rises[anchored] = {
-                name: [a - b for a, b in zip(losses(model, ids, emulation), exact[name], strict=True)]
-                for name, ids in texts.items()
-            }
+            measured.append({name: compared(model, ids, exact[name], emulation) for name, ids in texts.items()})
             emulation.remove()
         for name in texts:
-            without, with_anchor = rises[False][name], rises[True][name]
-            saved = [a - b for a, b in zip(without, with_anchor, strict=True)]
-            ratio = statistics.fmean(without) / statistics.fmean(with_anchor)
-            print(  # noqa: T201
-                f"{name}, {bits:g} bits: {mean_and_error(without)}; anchors {mean_and_error(with_anchor)}; "
-                f"saved {mean_and_error(saved)}; {ratio:.2f} times",
-                flush=True,
-            )
+            for what, plain, anchored in zip(("loss", "divergence"), *(each[name] for each in measured), strict=True):
+                print(  # noqa: T201
+                    f"{name}, {bits:g} bits, {what}: {shown(plain)}; with anchors {shown(anchored)}; "
+                    f"saved {shown(plain - anchored)}; {plain.mean() / anchored.mean():.2f} times less",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
