@@ -145,6 +145,8 @@ class Fit:
         self._tokens += len(x_RC)
         self._stale = True
 
+    @torch.inference_mode(False)  # what it keeps is changed outside of inference mode, too
+    @torch.no_grad()
     def predict(self, ids: Tensor) -> Tensor | None:
         """Return predictions, float32 (..., C), for ids int64 (...) on the CPU; None while there is no useful fit."""
         if self._stale:
@@ -152,7 +154,8 @@ class Fit:
         if self._weights is None:
             return None
         places = self._places[ids]
-        if (new := ids[places < 0].unique()).numel():
+        if (missing := ids[places < 0]).numel():
+            new = missing.unique()
             used, needed = self._used, self._used + len(new)
             if needed > len(self._table):  # grows by half, so that it is rarely copied
                 table = self._table.new_empty(max(needed, 3 * used // 2), self._channels)
