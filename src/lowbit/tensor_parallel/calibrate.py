@@ -260,6 +260,8 @@ def calibrate(
     calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group), inputs=prepared.sent)
     if prepared.budget is not None:
         tried = [row[None] for batch in observed for row in batch][:_TRIED]
+        passes = len(layers) - len(prepared.sent) + len(prepared.offered)
+        _log.info("measuring what each layer does to the outputs: %d passes over %d sequences", passes, len(tried))
         effects, offers = effects_of(run, calibration, prepared.offered, tried)
         calibration = dataclasses.replace(calibration, effects=effects, offers=offers)
     calibration = calibration.within(prepared.budget)
