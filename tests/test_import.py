@@ -36,7 +36,8 @@ PUBLIC = {
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),
     "lowbit.pipeline": (
-        "AgreementError DamagedError Emulation LowBitStage PeerError TokenAnchor Traffic choose_rate connect_more emulate_"
+        "AgreementError DamagedError Emulation LowBitStage PeerError TokenAnchor Traffic choose_rate connect_more "
+        "emulate_"
     ),
     "lowbit_run.report": (
         "Baseline Column Command Report Row Table Value check_output compare execute machine run spread summary"

@@ -125,10 +125,9 @@ def layers_with_inputs(sums: Mapping[str, ModelSum], ranks: int, inputs: Summabl
     found: dict[str, float] = {}
     for name, summed in sums.items():
         layer = summed.module
-        plain = (
-            type(layer) is nn.Linear and summed.partial is None
-        )  # quantized layers compute their products themselves
-        if not plain or layer.in_features % ranks or layer.in_features > layer.out_features:
+        if type(layer) is not nn.Linear or summed.partial is not None:  # quantized layers compute products themselves
+            continue
+        if layer.in_features % ranks or layer.in_features > layer.out_features:
             continue
         slices = Slices(codec=inputs, width=layer.in_features, world=ranks)
         bits = 8 * slices.nbytes((_ROWS, layer.in_features)) / _ROWS
