@@ -70,7 +70,7 @@ def rows_of(name: str) -> Iterator[Row]:
         `gigabytes` (of the fuller GPU, with the reserve).
     """
     for method, changes in METHODS.items():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:  # sizes read it as long as they are used
             Path(folder, "config.json").write_text(json.dumps(MODELS[name]), "utf-8")
             quantized = {"weights": "nf4", "double_quantization": True} if method == "QLoRA" else {}
             config = TrainConfig(
@@ -78,24 +78,24 @@ def rows_of(name: str) -> Iterator[Row]:
                 pipeline=PipelineConfig(microbatches=BATCH), **changes,
             )  # fmt: skip
             sizes = measure_sizes(config, vocab=MODELS[name]["vocab_size"], autocast=torch.bfloat16)
-        trained = sizes.parameters(sizes.layers, first=True, last=True)
-        fits = {
-            str(cards): next((m for m in MEMORIES if _planned(sizes, cards, m, 1000, ("fp32",))), None)
-            for cards in CARDS
-        }  # fmt: skip
-        one = {
-            "model": name,
-            "method": method,
-            "parameters": sizes.kept.stage(range(sizes.layers), first=True, last=True).elements,
-            "trained": trained,
-            "fits": fits,
-        }
-        if fits["2"] is None:
-            yield one
-            continue
-        for mbit in LINKS:
-            for row in _planned(sizes, 2, fits["2"], mbit):
-                yield one | {"link_mbit": mbit, **row, "days": row["seconds_per_step"] * STEPS / 86400}
+            trained = sizes.parameters(sizes.layers, first=True, last=True)
+            fits = {
+                str(cards): next((m for m in MEMORIES if _planned(sizes, cards, m, 1000, ("fp32",))), None)
+                for cards in CARDS
+            }  # fmt: skip
+            one = {
+                "model": name,
+                "method": method,
+                "parameters": sizes.kept.stage(range(sizes.layers), first=True, last=True).elements,
+                "trained": trained,
+                "fits": fits,
+            }
+            if fits["2"] is None:
+                yield one
+                continue
+            for mbit in LINKS:
+                for row in _planned(sizes, 2, fits["2"], mbit):
+                    yield one | {"link_mbit": mbit, **row, "days": row["seconds_per_step"] * STEPS / 86400}
 
 
 def _planned(

@@ -314,7 +314,7 @@ WRONG: list[tuple[str, Records, str]] = [
         changed(BOOLQ[0], passage="\ud800"),
         "line 1: passage has half an emoji or other character, '\\ud800'; all",
     ),
-    ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 is not a valid question of boolq (no 'label')"),
+    ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 is not a valid question of boolq (no 'question')"),
 ]
 
 
