@@ -21,7 +21,7 @@ from lowbit.escape import shown
 log = escape.logger(__name__)
 
 EXACT = 1024
-"""Tokens whose products are added in one matrix product: sums of so many products of 7-bit integers are exact."""
+"""Tokens of one matrix product: float32 adds up to 1024 products of 7-bit integers without rounding."""
 MOST_LEFT = 0.8
 """Share of the energy that a fit that is used leaves at most."""
 
@@ -52,8 +52,8 @@ class TokenAnchor:
         embedding: (V, E), any floating dtype, on the CPU: row i has the features of token i. It must be the same on all
             ranks and must not change: for a pretrained model, its own embeddings before training, such as a
             tensor from a safetensors file, of which only rows of tokens that occur are read.
-        renew: every so many training steps after the warm-up, the first micro-batch crosses at full precision and
-            renews the fit; 0: never. Earlier tokens then count half.
+        renew: interval of training steps after the warm-up. At each, the first micro-batch crosses at full precision
+            and updates the fit, in which earlier tokens then count half. 0: the fit stays as the warm-up left it.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed; the message names it.
@@ -100,6 +100,9 @@ class TokenAnchor:
     def rows(self, ids_R: Tensor, device: torch.device) -> Tensor:
         """Return the features of tokens: float32 (R, F), the first one constant."""
         rows_RE = self.embedding[ids_R].to(device, torch.float32)
+        if not rows_RE.isfinite().all():
+            row = int(ids_R[int((~rows_RE.isfinite()).any(1).nonzero()[0])])
+            raise ValueError(f"embedding has NaN or Inf in row {row}; allowed: finite features")
         return torch.cat([rows_RE.new_ones(len(rows_RE), 1), rows_RE], 1)
 
     def renews(self, steps: int, warmup_steps: int) -> bool:
@@ -181,19 +184,31 @@ class Fit:
         return {name: x.clone() for name, x in tensors.items() if x is not None} | numbers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict`; ValueError: of another embedding or width."""
+        """Restore a `state_dict`; ValueError: of another embedding or width, or of something else."""
         vocabulary, size, channels = len(self._anchor.embedding), self._size, self._channels
-        shapes = {"weights": (size, channels), "sums": (size, size + channels), "seen": (vocabulary,)}
-        for name, shape in shapes.items():
-            if name in state and state[name].shape != shape:
-                raise ValueError(
-                    f"{self._name}: state has {name} of shape {tuple(state[name].shape)}; allowed: {shape}"
-                )
-        self._weights, self._sums = (
-            state[name].to(self._device, dtype, copy=True) if name in state else None
-            for name, dtype in (("weights", torch.bfloat16), ("sums", torch.float32))
+        kept = {
+            "weights": (torch.bfloat16, (size, channels), self._device),
+            "sums": (torch.float32, (size, size + channels), self._device),
+            "seen": (torch.bool, (vocabulary,), torch.device("cpu")),
+        }
+        numbers = {"tokens", "energy", "stale"}
+        wrong = f"missing or unknown entries: {sorted(unlike)}" if (unlike := numbers ^ (state.keys() - kept)) else ""
+        for name, (dtype, shape, _) in kept.items():
+            x = state.get(name)
+            if x is not None and (not isinstance(x, Tensor) or x.dtype != dtype):
+                wrong = f"{name}, {x.dtype if isinstance(x, Tensor) else type(x).__name__}; allowed: {dtype}"
+            elif x is not None and x.shape != shape:
+                wrong = f"{name} of shape {tuple(x.shape)}; allowed: {shape}"
+            elif x is not None and not x.isfinite().all():
+                wrong = f"{name} with NaN or Inf; allowed: finite numbers"
+        for name in sorted(numbers & state.keys()):
+            if not isinstance(state[name], int | float) or not 0 <= state[name] < torch.inf:
+                wrong = f"{name} {shown(state[name])}; allowed: a number from 0"
+        if wrong:
+            raise ValueError(f"{self._name}: state has {wrong}")
+        self._weights, self._sums, self._seen = (
+            state[name].to(device, copy=True) if name in state else None for name, (_, _, device) in kept.items()
         )
-        self._seen = state["seen"].cpu().clone() if "seen" in state else None
         self._tokens, self._energy = int(state["tokens"]), float(state["energy"])
         self._stale = bool(state["stale"])
         self._forget()
@@ -237,7 +252,8 @@ class Fit:
         assert self._sums is not None
         assert self._seen is not None
         products, targets = self._sums.double().split([self._size, self._channels], 1)
-        penalty = torch.full_like(products[0], float(products.diagonal()[1:].sum()) / self._tokens)
+        # An embedding of zeros says nothing, and leaves the mean.
+        penalty = torch.full_like(products[0], max(float(products.diagonal()[1:].sum()) / self._tokens, 1e-30))
         penalty[0] = 0
         factor = torch.linalg.cholesky(products + penalty.diag())
         weights = torch.cholesky_solve(targets, factor).bfloat16()
@@ -254,6 +270,13 @@ class Anchors:
     def __init__(self, anchor: TokenAnchor, lane: str, device: torch.device) -> None:
         self._anchor, self._lane, self._device = anchor, lane, device
         self._fits: dict[str, Fit] = {}
+        self._has_said = False
+
+    def say_without_ids(self) -> None:
+        """Log, once, that a pass has no token ids."""
+        if not self._has_said:
+            log.warning("%s: token anchor is off in passes without token ids; set_tokens gives them", self._lane)
+        self._has_said = True
 
     def fit(self, index: int, channels: int) -> Fit:
         name = f"tensor {index}, width {channels}"

@@ -259,8 +259,10 @@ class Lane:
     def _fit(self, index: int, step: StepKind, micro_batch: int) -> Fit | None:
         """The fit of a tensor's token anchor, if it has one in this step."""
         slot = self._slots[micro_batch][index]
-        if self.anchors is None or not step.tokens or not slot.coded or self.codec.is_plain:
+        if self.anchors is None or not slot.coded or self.codec.is_plain:
             return None
+        if not step.tokens:
+            return self.anchors.say_without_ids()
         fits = step.tokens[micro_batch].shape == slot.shape[:-1]
         return self.anchors.fit(index, slot.shape[-1]) if fits else None
 

@@ -92,7 +92,7 @@ def saves_of(policy: LayerAware | StageOfPlan | None, layers: int) -> list[Saves
 def peaks_of(
     config: TrainConfig, layout: PipelineLayout, kept: ModelBytes, batch: Batch, policies: Policies
 ) -> list[int]:
-    """As `rank_peaks`, with these policies of the stages."""
+    """Predict the most bytes of each rank, as `rank_peaks` does, for given policies of the stages."""
     held = held_batches(config, layout)
     saved = [saves_of(policy, layers) for policy, layers in zip(policies, layout.layer_counts, strict=True)]
     return [

@@ -230,6 +230,52 @@ def test_a_fit_is_off_until_it_pays(caplog: pytest.LogCaptureFixture):
     assert none.nbytes() == silent.nbytes() == 0
 
 
+def test_passes_without_ids_are_said_once(caplog: pytest.LogCaptureFixture):
+    _, x = spoken(4096, channels=64)
+    model, emulation = identity(TokenAnchor(embedding=embedding()))
+    for _ in range(3):
+        model(x)
+        emulation.step()
+    ends = ["boundary 0 forward: token anchor is off in passes without token ids; set_tokens gives them"] * 2
+    assert [message for message in caplog.messages if "token ids" in message] == ends
+
+
+def test_an_embedding_may_say_nothing_but_must_be_finite():
+    ids, x = spoken(4096)
+    mute = Fit(TokenAnchor(embedding=torch.zeros(TOKENS, 3)), "here", 32, torch.device("cpu"))
+    mute.learn(ids, x)
+    predicted = mute.predict(ids)
+    if predicted is not None:  # the mean alone
+        assert predicted.isfinite().all()
+    broken = embedding().index_fill(0, torch.tensor([5]), torch.inf)
+    fit = Fit(TokenAnchor(embedding=broken), "here", 32, torch.device("cpu"))
+    with pytest.raises(ValueError, match="embedding has NaN or Inf in row 5; allowed: finite features"):
+        fit.learn(torch.tensor([[4, 5]]), x[:1, :2])
+
+
+def test_a_state_of_something_else_is_refused():
+    fit, (ids, x) = a_fit(renew=1), spoken(4096)
+    fit.learn(ids, x)
+    fit.predict(ids)
+    state = fit.state_dict()
+    weights = state["weights"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"weights": weights[:1]}, r"weights of shape \(1, 32\); allowed: \(7, 32\)"),
+        ({"weights": weights.float()}, "weights, torch.float32; allowed: torch.bfloat16"),
+        ({"weights": [1.0]}, "weights, list; allowed: torch.bfloat16"),
+        ({"weights": torch.full_like(weights, torch.nan)}, "weights with NaN or Inf"),
+        ({"tokens": -1}, "tokens -1; allowed: a number from 0"),
+        ({"energy": torch.nan}, "energy nan; allowed: a number from 0"),
+        ({"energy": "much"}, "energy 'much'; allowed: a number from 0"),
+        ({"more": 1}, r"state has missing or unknown entries: \['more'\]"),
+    ]
+    refused(*((partial(fit.load_state_dict, state | wrong), ValueError, f"here: .*{words}") for wrong, words in cases))
+    without = {name: value for name, value in state.items() if name != "tokens"}
+    with pytest.raises(ValueError, match=r"here: state has missing or unknown entries: \['tokens'\]"):
+        fit.load_state_dict(without)
+    fit.load_state_dict(state)
+
+
 def test_bytes_and_what_renewal_keeps():
     ids, x = spoken(4096)
     sums, weights, table = 4 * 7 * (7 + 32) + TOKENS, 2 * 7 * 32, 2 * TOKENS * 32
