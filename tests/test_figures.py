@@ -91,7 +91,7 @@ QUOTED: list[tuple[str, str, list[float]]] = [
     (INDEX, "16 layers: {:.2f} of the peak of checkpointing", CHECKPOINTS),
     (PAPERS, "({:+.4f}, {:+.4f}, {:+.4f}), ours", NORMS),
     (SAVED, "lost {:.3f}, {:.3f} and {:.3f} nats", NORMS),
-    (README, "all-reduce {:.1f} times as fast", [ALL_REDUCE]),
+    (README, "an all-reduce is {:.1f} times as fast", [ALL_REDUCE]),
     (INDEX, "2048 tokens: {:.1f}x as fast as PyTorch's BF16", [ALL_REDUCE]),
     (COMPARISON, "{:.1f}x PyTorch's BF16 all-reduce", [ALL_REDUCE]),
     (LIMITS, "{:.1f}x over BF16 at 2048 tokens", [ALL_REDUCE]),

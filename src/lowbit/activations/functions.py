@@ -163,7 +163,7 @@ class ActivationFunction(torch.autograd.Function):
 class ProductFunction(torch.autograd.Function):
     """act(gate) * up; saves gate and up.
 
-    One kernel computes the gradients of gate and up. In a pass that runs all nodes, the former is handed directly to
+    One operator computes the gradients of gate and up. In a pass that runs all nodes, the former is handed directly to
     the activation's node, which is next in the graph, and zeros are returned as the gradient of the activation. The
     true gradient is returned whenever it may be observed: if either node or the activation has a hook, if the
     activation retains its gradient, and in passes for only some gradients, because it may be one of them. It is also

@@ -204,7 +204,7 @@ class LayerAware:
     7.25 for gates (SiLU and tanh GELU), 8.5 for norms and v, 10.75 for q and k, 12.75 for a k that is smaller than
     q. With 16 bits tensors are saved unchanged, and others that follow from them are still recomputed. Instead of
     bits you can give a codec without state, such as `BlockFloat8()` or `GroupInt(bits=8, group=16)`: then norms and
-    gates are computed by PyTorch's own functions, unless it is an asymmetric `GroupInt`, which has fused kernels.
+    gates are computed by PyTorch's own functions, unless it is an asymmetric `GroupInt`, which has operators for them.
 
     Args:
         bits: 2 to 8, or 16, or a codec; for all layer types that have no bits of their own. The paper uses 4, with

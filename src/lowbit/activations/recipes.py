@@ -384,7 +384,7 @@ def bits_of(codec: Codec | None) -> int:
 
 
 def is_fused(codec: Codec | None) -> TypeGuard[GroupInt]:
-    """Whether norms and gates have kernels that read and write this format."""
+    """Whether operators of norms and gates read and write this format; on GPUs each is one kernel."""
     return isinstance(codec, GroupInt) and not codec.symmetric
 
 

@@ -3,7 +3,7 @@
 The outputs for a few numbers are compared with the formulas. Weights are neither read nor changed, so the model may be
 on any device, including meta.
 
-An activation function that has no kernels is recognized if it is elementwise, because backward can call it again.
+An activation function without an operator is recognized if it is elementwise, because backward can call it again.
 """
 
 import contextlib
@@ -156,7 +156,7 @@ def _state(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _name_of(value: Tensor, slope: Tensor) -> str | None:
-    """The name of the function in the table that has these values and slopes; None: it has no kernels."""
+    """The name of the function in the table that has these values and slopes; None: it has no operator."""
     x, close = _samples(), partial(torch.allclose, rtol=1e-5, atol=1e-5)
     one = torch.ones_like(x)
     pairs = ((name, (value, each.value(x)), (slope, each.gradient(one, x))) for name, each in TABLE.items())

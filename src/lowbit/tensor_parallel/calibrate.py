@@ -184,8 +184,9 @@ def calibrate(
     Up to 128 rows of each layer and rank, spread evenly over the sequences, determine where its codes should end. With
     a budget, the model runs over the first four sequences once for each layer, with only this layer's sum coded, and
     once more for each that may send its inputs; formats are chosen so that the errors of the model's outputs add up to
-    the least. The last eighth of the sequences, at
-    least one if there are two, is held out: it only measures the errors of the formats, with which `Drift` compares.
+    the least. Meanwhile the logits of these sequences, in float32, and what each block returns stay in memory. The last
+    eighth of the sequences, at least one if there are two, is held out: it only measures the errors of the formats,
+    with which `Drift` compares.
 
     A whole model is run as on `ranks` tensor-parallel ranks (`emulate_tensor_parallel_`) and is whole again afterwards.
     On real tensor-parallel ranks all of them call this with the same sequences and get the same result: on two ranks
@@ -264,7 +265,12 @@ def calibrate(
         _log.info("measuring what each layer does to the outputs: %d passes over %d sequences", passes, len(tried))
         effects, offers = effects_of(run, calibration, prepared.offered, tried)
         calibration = dataclasses.replace(calibration, effects=effects, offers=offers)
-    calibration = calibration.within(prepared.budget)
+    budget = prepared.budget
+    if budget is not None and calibration.effects and not any(calibration.effects.values()):
+        _log.warning("coding no layer's sum changes the model's outputs, so that a budget has nothing to choose by: "
+                     "all layers send 4-bit codes")  # fmt: skip
+        budget = None
+    calibration = calibration.within(budget)
     errors = _held_out(calibration, run, held_out, observer.count - before, report)
     return dataclasses.replace(calibration, held_out=errors)
 

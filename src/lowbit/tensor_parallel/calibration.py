@@ -221,7 +221,8 @@ class Calibration:
             bits: as in `within`; "same": the same budget.
 
         Raises:
-            ValueError: as `within`; a format of inputs was given for a layer, whose effect was not measured.
+            ValueError: as `within`; with a budget, also a layer whose format of inputs was given, as the effect of its
+                sum was not measured.
         """
         budget = self.settings.get("bits") if bits == "same" else bits
         return dataclasses.replace(self, inputs={}, offers={}).within(budget)
@@ -306,7 +307,8 @@ class Calibration:
                 f"{FeatureInt.payload_version} of FeatureInt: calibrate again"
             )
         try:
-            tables = {name: json.loads(metadata[name]) for name in _TABLES}
+            # Files of before inputs were chosen by a budget have no offers.
+            tables = {name: json.loads((metadata | {"offers": metadata.get("offers", "{}")})[name]) for name in _TABLES}
             tables["features"] = {name: tuple(k) for name, k in tables["features"].items()}
             tables["inputs"] = {
                 name: (int(bits), int(group), float(row)) for name, (bits, group, row) in tables["inputs"].items()
@@ -441,7 +443,7 @@ def check_budget(
     if bits is None:
         return
     if isinstance(bits, bool) or not isinstance(bits, int | float):
-        raise TypeError(f"bits is {shown(bits)}; allowed: a number of bits per value, or None")
+        raise TypeError(f"bits is {shown(bits)}; allowed: 'auto', a number of bits per value, or None")
     least = sum(fixed.get(name, _costs(width, outliers[name], gain)[WIDTHS[0]]) for name, width in widths.items())
     if bits * sum(widths.values()) < least:
         raise ValueError(

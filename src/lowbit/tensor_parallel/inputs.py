@@ -106,7 +106,7 @@ def input_numbers(inputs: object) -> tuple[int, int]:
     if isinstance(inputs, GroupInt) and inputs == input_format(inputs.bits, inputs.group):
         return inputs.bits, inputs.group
     raise ValueError(
-        f"inputs is {shown(inputs)}; allowed: None, GroupInt(bits=..., group=..., symmetric=True), "
+        f"inputs is {shown(inputs)}; allowed: 'auto', None, GroupInt(bits=..., group=..., symmetric=True), "
         "Cast(dtype=torch.bfloat16)"
     )
 

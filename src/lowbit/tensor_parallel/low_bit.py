@@ -112,7 +112,7 @@ def sums_instead(calibration: Calibration, who: str, *, first: bool) -> Calibrat
     """Return a calibration whose layers all send sums, and say so on the first rank, for those who code nothing else.
 
     Raises:
-        CalibrationError: layers send their inputs in a given format, so that their sums have none.
+        CalibrationError: with a budget, layers whose format of inputs was given, so that their sums have none.
     """
     if not calibration.inputs:
         return calibration
@@ -143,7 +143,7 @@ def low_bit_styles(
 
     Args:
         calibration: a file or a `Calibration` for this model; its layers are the keys. Where it lets layers send their
-            inputs, all send sums instead, within the same budget, and a warning says so.
+            inputs, all send sums instead, within its budget or in 4-bit codes, and a warning says so.
         mesh: one dimension, the tensor-parallel ranks; all of them must call this.
         settings: how partial sums are added up. drift: watches at run time whether the calibrated ranges hold.
 
@@ -175,8 +175,8 @@ def low_bit_styles(
 class LowBitRowwiseParallel(RowwiseParallel):
     """A `RowwiseParallel` for `parallelize_module` whose partial sums are added up in few bits. For inference.
 
-    The weight is cut by inputs and the bias kept whole, as by PyTorch's style. Of n values of b bits (4.1875 with
-    `FeatureInt` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
+    The weight is cut by inputs and the bias kept whole, as by PyTorch's style. Of n values of b bits (in a
+    calibration 3 to 8 and more for outliers, by layer) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
     2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums that `settings.small` leaves
     uncoded are added up by PyTorch's all-reduce in the model's dtype. By default their size is measured when
     `parallelize_module` meets the first layer of a kind. An `Embedding` is cut and summed by PyTorch's own style: all

@@ -25,7 +25,7 @@ _TRIED_BITS = 6  # of inputs whose effect is measured
 
 @dataclass(frozen=True)
 class ObservedModel:
-    """A model whose partial sums are observed; as a rank's number, `ranks` means their total."""
+    """A model whose partial sums are observed; rank `ranks` stands for the sum over all ranks."""
 
     model: nn.Module
     layers: Mapping[str, ModelSum]
@@ -146,17 +146,19 @@ def effects_of(
 
     The errors of the sums are not enough: sums are added to a residual stream whose size differs from token to token,
     and a few tokens make up most of the power of many sums. Outputs are logits, or else the last hidden states; each
-    token's error is relative to its own output's deviation from its mean, and all tokens count equally.
+    token's error is relative to its own output's deviation from its mean, and all tokens count equally. Outputs that
+    are masked, such as logits of -inf, do not count.
 
     Also return those of coded inputs, with their bits per row, for the layers and formats in `offered`. One format is
-    measured; the errors of the others are as their steps.
+    measured; the others' errors are scaled by the square of their step.
     """
 
     def output(batch: Tensor) -> Tensor:
         y = run.output(batch)
         if not isinstance(y, Tensor):
             y = y.logits if hasattr(y, "logits") else y.last_hidden_state
-        return y.float().flatten(0, -2)
+        masked = ~(y.abs() < torch.finfo(y.dtype).max / 2)  # with NaN, which compares as False
+        return y.float().masked_fill(masked, 0.0).flatten(0, -2)
 
     measured = [name for name in calibration.features if name not in calibration.inputs]
     blocks, exact = _Blocks(run.model, measured), list[Tensor]()
@@ -179,7 +181,7 @@ def effects_of(
     offers: dict[str, dict[int, tuple[float, float]]] = {}
     for name, rows in offered.items():
         tried = min(rows, key=lambda bits: abs(bits - _TRIED_BITS))
-        found = effect(name, {name: input_format(tried, INPUT_GROUP)})
+        error = effect(name, {name: input_format(tried, INPUT_GROUP)})
         steps = {bits: 2 ** (bits - 1) - 1 for bits in rows}
-        offers[name] = {bits: (row, found * (steps[tried] / steps[bits]) ** 2) for bits, row in rows.items()}
+        offers[name] = {bits: (row, error * (steps[tried] / steps[bits]) ** 2) for bits, row in rows.items()}
     return effects, offers

@@ -49,7 +49,7 @@ def _ranges_title(rows: Sequence[Row]) -> str:
 
 CALIBRATE = Command(
     name="calibrate",
-    summary="Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.2 bits.",
+    summary="Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.25 bits.",
     examples=(
         "lowbit calibrate my_model --ranks 4",
         "lowbit calibrate my_model --text my_texts --output tp2.safetensors",

@@ -183,6 +183,9 @@ class Evaluation:
         paths = ("model", "calibration_text", "task_folder", "tokenizer")
         facts = {key: str(value) for key, value in dataclasses.asdict(self.settings).items() if key not in paths}
         calibrations = str(len(self.settings.calibrations))
+        # Ranks may have their files in different places.
+        facts["formats"] = str([self.files[name].fingerprint() if name in self.files else name
+                                for name in self.settings.compared])  # fmt: skip
         return facts | {"text": self.sequences.fingerprint(), "tasks": self.tasks.facts(), "calibrations": calibrations}
 
     def _cases(self, model: PreTrainedModel, calibrations: Mapping[int, Calibration]) -> Iterator[_Case]:
@@ -197,7 +200,7 @@ class Evaluation:
                     yield _Case(format=name, tp=tp, low_bit=self.codecs[name])
                     continue
                 if name in self.files:
-                    yield _Case(format=Path(name).stem, tp=tp, low_bit=self.files[name], source=self.files[name].text)
+                    yield _Case(format=self._name(name), tp=tp, low_bit=self.files[name], source=self.files[name].text)
                     continue
                 if calibration is None:
                     calibration = self._calibration(model, tp, calibrations)
@@ -209,6 +212,11 @@ class Evaluation:
                         )  # fmt: skip
                     warned = warned or same_text
                 yield _Case(format=name, tp=tp, low_bit=_with_features(calibration, name), source=calibration.text)
+
+    def _name(self, file: str) -> str:
+        """Return the name of a calibration in the results: the file's, or its path if another format has that name."""
+        names = [Path(name).stem if name in self.files else name for name in (*self.settings.compared, *CALIBRATED)]
+        return stem if names.count(stem := Path(file).stem) == 1 and stem != BASELINE else file
 
     def _calibration(self, model: PreTrainedModel, tp: int, calibrations: Mapping[int, Calibration]) -> Calibration:
         """Return a calibration for `tp` ranks: a given one, the one in the model's folder, or a new one."""

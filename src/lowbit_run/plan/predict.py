@@ -24,7 +24,7 @@ from lowbit_run.simulate.step import order_of
 from lowbit_run.train.config import PipelineConfig, TrainConfig
 from lowbit_run.train.evaluate import evaluation_bytes
 from lowbit_run.train.export import export_dtype
-from lowbit_run.train.footprint import Saves, rank_bytes
+from lowbit_run.train.footprint import LayerSaves, rank_bytes
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import hugging_face_config
 from lowbit_run.train.saved import saves_of, stage_policies
@@ -160,7 +160,7 @@ class Predictor:
         saved = self._saved(replace(choice, formats=("fp32",)), layout)
         return rank_bytes(sizes.kept, sizes.batch, layout, rank, rows=self.rows(choice), held=held, saved=saved)
 
-    def _saved_by_layer(self, choice: PipelineChoice, layout: PipelineLayout) -> list[list[Saves]]:
+    def _saved_by_layer(self, choice: PipelineChoice, layout: PipelineLayout) -> list[list[LayerSaves]]:
         """What each layer of each stage saves; ConfigError if the run's settings are not for these stages."""
         config, sizes = replace(self.config, pipeline=choice.pipeline(layout.ranks, self.config.pipeline)), self.sizes
         policies = stage_policies(config, layout, sizes.kept, sizes.batch, vocab=sizes.vocab)

@@ -14,7 +14,7 @@ from lowbit.escape import shown
 from lowbit_run.config import ConfigError
 from lowbit_run.train.config import ModelConfig, TrainConfig
 from lowbit_run.train.cut import Share, attention_of
-from lowbit_run.train.footprint import BatchBytes, ModelBytes, Saves, batch_meter, model_bytes
+from lowbit_run.train.footprint import BatchBytes, LayerSaves, ModelBytes, batch_meter, model_bytes
 from lowbit_run.train.model import StageModule, count_layers, hidden_size, hugging_face_config
 from lowbit_run.train.weights import build_share, weights_of
 
@@ -58,7 +58,7 @@ class ModelSizes:
     layer_flops: float
     last_flops: float
     kept: ModelBytes
-    batch: Callable[[Saves], BatchBytes]
+    batch: Callable[[LayerSaves], BatchBytes]
     vocab: int = 0
     passes: int = 3
     last_passes: int = 3

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from lowbit_run.config import ConfigError
+from lowbit_run.train.activations import Policies
 from lowbit_run.train.config import TrainConfig
 from lowbit_run.train.device import local_rank, local_ranks, memory_of
-from lowbit_run.train.footprint import ModelBytes, held_batches, model_bytes
+from lowbit_run.train.footprint import ModelBytes, batch_meter, held_batches, model_bytes
 from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.model import hidden_size
-from lowbit_run.train.saved import rank_peaks
+from lowbit_run.train.saved import peaks_of
 from lowbit_run.train.weights import weights_of
 
 log = logging.getLogger(__name__)
@@ -23,12 +24,12 @@ _BOUND = 48  # bytes held of a token, at most, for each byte of a layer's weight
 
 
 def check_memory(
-    config: TrainConfig, layout: PipelineLayout, *, ranks: int, vocab: int, device: torch.device,
+    config: TrainConfig, layout: PipelineLayout, policies: Policies, *, ranks: int, vocab: int, device: torch.device,
     autocast: torch.dtype | None,
 ) -> None:  # fmt: skip
     """Check the ranks of this machine; its first one logs a warning if they likely need more memory than is free.
 
-    A launcher leaves warnings to its ranks.
+    A launcher leaves warnings to its ranks. `policies`: how each stage saves activations.
 
     Raises:
         ConfigError: their weights alone exceed the memory of this machine, or of one of its cards.
@@ -40,7 +41,7 @@ def check_memory(
         free, _ = memory_of(where)
         if launches or local_rank() or _surely_fits(config, layout, kept, vocab, places, free):
             continue
-        peaks = rank_peaks(config, layout, vocab=vocab, autocast=autocast)
+        peaks = peaks_of(config, layout, kept, batch_meter(config, vocab=vocab, autocast=autocast), policies)
         need = sum(peaks[place] + PROCESS_BYTES[where.type] for place in places)
         if need > free:
             log.warning(

@@ -260,12 +260,8 @@ class BatchBytes:
         """What a stage holds besides its layers."""
         return (self.first if first else self.middle) + (self.last if last else self.middle) - self.middle
 
-    def held(self, layers: Iterable[int], *, first: bool, last: bool) -> Line:
-        """What a stage with these layers holds of a micro-batch from its forward to its backward."""
-        return sum((self.layers[layer] for layer in layers), self.ends(first=first, last=last))
 
-
-Saves = LayerAware | LayerPlan | None
+LayerSaves = LayerAware | LayerPlan | None
 """What layers save: in the bits of a policy; as a plan for one layer says; or, None, as PyTorch does."""
 
 
@@ -278,8 +274,8 @@ class _Live(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
-        there = (*model.parameters(), *model.buffers())
-        self._known = {id(t.untyped_storage()) for each in there for t in (each, each.grad) if t is not None}
+        tensors = (*model.parameters(), *model.buffers())
+        self._known = {id(t.untyped_storage()) for each in tensors for t in (each, each.grad) if t is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -301,7 +297,7 @@ def batch_meter(
     config: TrainConfig, *, vocab: int, autocast: torch.dtype | None, boundary: torch.dtype = torch.float32,
     splits: bool | None = None,
 ) -> "BatchMeter":  # fmt: skip
-    """Return what counts micro-batches of a run.
+    """Return a function that counts the bytes of a micro-batch.
 
     Args:
         vocab, autocast: as above. boundary: dtype between stages.
@@ -324,7 +320,7 @@ class BatchMeter:
         self._known: dict[str, BatchBytes] = {}
         self._sample = functools.cache(lambda coded: _Sample(config, **arguments, coded=coded))
 
-    def __call__(self, saves: Saves = None) -> BatchBytes:
+    def __call__(self, saves: LayerSaves = None) -> BatchBytes:
         """Count a micro-batch in stages whose layers all save this; None: what they do in the run without bits."""
         if saves is None and self.config.checkpoints:
             saves = LayerPlan(stages=((LayerChoice(checkpoint=True),),))
@@ -384,7 +380,7 @@ class _Sample:
             (4 if widened else 2) * max((count for count in matrices if count != embedding), default=0) * quantized
         )
 
-    def count(self, saves: Saves) -> BatchBytes:
+    def count(self, saves: LayerSaves) -> BatchBytes:
         """Measure each kind of layer, and both ends."""
         try:
             return self._count(saves)
@@ -395,7 +391,7 @@ class _Sample:
                 layers=(none,) * len(self.kinds), first=none, middle=none, last=none, extra=none, extra_last=none
             )
 
-    def _count(self, saves: Saves) -> BatchBytes:
+    def _count(self, saves: LayerSaves) -> BatchBytes:
         rows, (ends, extra), each = self.config.rows, self._lines(saves, 0), {}
         widest, added = (), Line()  # the layer that takes most while it runs, besides the first
         for kind, number in self.measured.items():
@@ -414,7 +410,7 @@ class _Sample:
             output=Line(window=self.double * self.config.data.sequence * self.width * self.boundary.itemsize),
         )  # fmt: skip
 
-    def _lines(self, saves: Saves, *layers: int, first: bool = False, last: bool = False) -> tuple[Line, Line]:
+    def _lines(self, saves: LayerSaves, *layers: int, first: bool = False, last: bool = False) -> tuple[Line, Line]:
         """Return the bytes held after a forward, and the most beyond them."""
         stage = StageModule(
             self.model, layers=layers, first=first, last=last, autocast=self.autocast, boundary_dtype=self.boundary  # pyright: ignore
@@ -470,7 +466,7 @@ class _Sample:
 
 @contextlib.contextmanager
 def _one_sample_each() -> Iterator[None]:
-    """Let windows hold one sample: of fake positions Transformers cannot tell, and would make a mask of attention."""
+    """Let windows hold one sample: Transformers cannot read fake positions, and would build an attention mask."""
     from transformers import masking_utils
 
     own, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, lambda positions: None
@@ -481,8 +477,8 @@ def _one_sample_each() -> Iterator[None]:
 
 
 def rank_bytes(
-    kept: ModelBytes, batch: Callable[[Saves], BatchBytes], layout: PipelineLayout, rank: int, *, rows: int,
-    held: InFlight, saved: Sequence[Sequence[Saves]],
+    kept: ModelBytes, batch: Callable[[LayerSaves], BatchBytes], layout: PipelineLayout, rank: int, *, rows: int,
+    held: InFlight, saved: Sequence[Sequence[LayerSaves]],
 ) -> int:  # fmt: skip
     """Predict the most bytes of a rank: what it keeps, and what micro-batches of `rows` windows take.
 

@@ -123,7 +123,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
             f"pipeline.schedule is {schedule!r}; with activations.bits below 16 it needs PyTorch 2.13 or newer, here is"
             f" {torch.__version__}; allowed: a schedule without weight passes, such as 1F1B"
         )
-    check_memory(config, layout, ranks=ranks, vocab=vocab, device=device, autocast=autocast)
+    check_memory(config, layout, activations, ranks=ranks, vocab=vocab, device=device, autocast=autocast)
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
     if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together

@@ -12,8 +12,8 @@ from lowbit_run.train.activations import Policies, StageOfPlan, planned_settings
 from lowbit_run.train.config import TrainConfig
 from lowbit_run.train.footprint import (
     BatchBytes,
+    LayerSaves,
     ModelBytes,
-    Saves,
     batch_meter,
     held_batches,
     model_bytes,
@@ -21,7 +21,7 @@ from lowbit_run.train.footprint import (
 )
 from lowbit_run.train.layout import PipelineLayout
 
-Batch = Callable[[Saves], BatchBytes]
+Batch = Callable[[LayerSaves], BatchBytes]
 _LEAST, _MOST = 4, 8  # bits of AGoQ
 
 
@@ -66,8 +66,8 @@ def bits_by_stage(config: TrainConfig, layout: PipelineLayout, kept: ModelBytes,
     policies = [replace(LayerAware.published(), bits=bits, norm=bits) for bits in (_LEAST, _MOST)]
     least, most = (peaks_of(config, layout, kept, batch, (one,) * layout.stages) for one in policies)
     steps = _MOST - _LEAST  # of one bit, each of which takes as much
-    bits = [
-        min(_MOST, _LEAST + steps * (max(least) - low) // max(1, high - low))
+    bits = [  # without a difference, activations could not be counted
+        min(_MOST, _LEAST + steps * (max(least) - low) // (high - low)) if high > low else _LEAST
         for low, high in zip(least, most, strict=True)
     ]
     return tuple(bits[layout.rank_of(stage)] for stage in range(layout.stages))
@@ -81,7 +81,7 @@ def rank_peaks(config: TrainConfig, layout: PipelineLayout, *, vocab: int, autoc
     return peaks_of(config, layout, kept, batch, stage_policies(config, layout, kept, batch, vocab=vocab))
 
 
-def saves_of(policy: LayerAware | StageOfPlan | None, layers: int) -> list[Saves]:
+def saves_of(policy: LayerAware | StageOfPlan | None, layers: int) -> list[LayerSaves]:
     """Return what each layer of a stage saves."""
     if not isinstance(policy, StageOfPlan):
         return [policy] * layers

@@ -136,15 +136,6 @@ def test_norms_are_autograd_at_the_decoded_input(centred: bool, affine: bool) ->
         torch.testing.assert_close(grad_bias.double(), b.grad, rtol=1e-6, atol=1e-5)
 
 
-MANY_ROWS = [((90, n), BF16, F32, n == 300, "wb", 0.0, 4, 64, None) for n in (512, 300)]
-
-
-@pytest.mark.parametrize("case", [*NORMS, *MANY_ROWS], ids=str)
-def test_norms_on_the_cpu(case: tuple) -> None:
-    torch.set_num_threads(2)  # for the last ones
-    compare_norms("cpu", *case)
-
-
 @pytest.mark.parametrize("case", [NORMS[1], NORMS[2], NORMS[4]], ids=str)
 def test_norms_on_a_gpu(case: tuple) -> None:
     compare_norms("gpu", *case)
@@ -230,12 +221,6 @@ def test_gates_are_autograd_at_the_decoded_inputs(activation: str, gated: bool) 
     torch.testing.assert_close(grad_gate.double(), x.grad, rtol=1e-6, atol=2e-5)
     if gated:
         torch.testing.assert_close(grad_up.double(), y.grad, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("case", [*GATES, ((40, 1000), "silu", BF16, F32, 4, 64, None, True)], ids=str)
-def test_gates_on_the_cpu(case: tuple) -> None:
-    torch.set_num_threads(2)  # for the last one
-    compare_gates("cpu", *case)
 
 
 @pytest.mark.parametrize("case", GATES[1:5], ids=str)

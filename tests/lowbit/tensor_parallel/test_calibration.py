@@ -137,6 +137,33 @@ def test_who_codes_sums_only_says_so_for_layers_that_would_send_inputs(caplog: p
         sums_instead(calibrated(inputs=INT8, bits=4.6), "styles", first=True)
 
 
+class Masked(Toy):
+    """Never says some tokens, as models of text and images."""
+
+    fill = 0.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).index_fill(-1, torch.arange(3, 9), self.fill)
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -torch.inf])
+def test_masked_outputs_do_not_hide_what_coding_does(fill: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Masked, "fill", fill)
+    made, plain = (calibrate(kind(), sequences(), ranks=2) for kind in (Masked, Toy))
+    for name, effect in plain.effects.items():
+        assert effect / 2 < made.effects[name] < effect * 2
+    assert 4.25 < made.bits_per_value() <= 4.5
+
+
+def test_a_budget_that_has_nothing_to_choose_by_is_not_spent(caplog: pytest.LogCaptureFixture):
+    model = Toy()
+    torch.nn.init.zeros_(model.head.weight)
+    made = calibrate(model, sequences(), ranks=2)
+    assert set(made.bits.values()) == {4}
+    assert not made.inputs
+    assert "coding no layer's sum changes the model's outputs" in caplog.text
+
+
 class Handing(Toy):
     """The second block needs what the first one leaves behind."""
 
@@ -231,6 +258,17 @@ def test_files_hold_everything(calibration: Calibration, tmp_path: Path):
     for model in (Toy(), Toy().bfloat16()):  # ranges do not depend on the dtype
         loaded.check(model, 2)
     assert [p.name for p in path.parent.iterdir()] == ["c.safetensors"]
+
+
+def test_files_from_before_inputs_were_chosen_are_read(calibration: Calibration, tmp_path: Path):
+    calibration.save(path := tmp_path / "c.safetensors")
+    data = path.read_bytes()
+    tensors = load(data)
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    for name in ("offers", "sha256"):
+        del metadata[name]
+    path.write_bytes(save(tensors, {**metadata, "sha256": digest_of(tensors, metadata)}))
+    assert Calibration.load(path).fingerprint() == calibration.fingerprint()
 
 
 def test_static_ranges_are_the_papers_and_no_token_has_a_gain(calibration: Calibration, tmp_path: Path):
@@ -355,7 +393,7 @@ def test_wrong_arguments_are_refused():
         (given(k=WIDTH), ValueError, "k is 64; allowed: 0 to 63"),
         (given(momentum=1.0), ValueError, "momentum is 1.0"),
         (given(bits=3.4), ValueError, "bits is 3.4; allowed: at least 3.5, which codes of 3 bits take, or None"),
-        (given(bits="5"), TypeError, "bits is '5'; allowed: a number of bits per value, or None"),
+        (given(bits="5"), TypeError, "bits is '5'; allowed: 'auto', a number of bits per value, or None"),
         (given(gain="row"), ValueError, "gain is 'row'; allowed: 'token', 'static'"),
         (given(ranks=None), TypeError, "ranks is None"),
         (given(sequences=[]), ValueError, "sequences is empty"),

@@ -191,7 +191,10 @@ def test_what_does_not_fit_is_refused():
         (lambda: Slices(codec=INT8, width=10, world=4), ValueError, "width is 10; allowed: a multiple of the 4 ranks"),
         (lambda: low_bit_(Toy(), INT8), ValueError, "no module of Toy adds up partial sums of real ranks"),
         (lambda: calibration.within(5.0), ValueError, "were not measured; allowed: a calibration made for a budget"),
-        *((partial(calibrated, inputs=x), ValueError, "inputs is .*; allowed: None, GroupInt") for x in formats),
+        *(
+            (partial(calibrated, inputs=x), ValueError, "inputs is .*; allowed: 'auto', None, GroupInt")
+            for x in formats
+        ),
     )
     with emulate_tensor_parallel_(model, 2), pytest.raises(RuntimeError, match="inference only"):
         model(ids())

@@ -85,9 +85,13 @@ def test_calibrations_are_formats_and_say_what_they_send(folder: Path, calibrate
     assert again.exit_code == 0, again.output
     continued = Calibration.load(files["sums"])
     assert (continued.count, continued.inputs, continued.settings["bits"]) == (14, {}, 5)
-    formats = ("int4", "feature-int4", *map(str, files.values()))
+    (tmp_path / "other").mkdir()
+    alike = tmp_path / "other" / "sums.safetensors"
+    alike.write_bytes(files["sums"].read_bytes())
+    formats = ("int4", "feature-int4", *map(str, files.values()), str(alike))
     rows = run(EVALUATE, evaluation_config(folder, tps=(2,), formats=formats, sequences=2)).rows
-    assert [row["format"] for row in rows] == ["bf16", "int4", "feature-int4", *files]
+    names = ["bf16", "int4", "feature-int4", "default", "uniform", str(files["sums"]), str(alike)]
+    assert [row["format"] for row in rows] == names
     assert rows[2]["logits"] == rows[3]["logits"]
     assert rows[4]["bits_per_value"] - rows[1]["bits_per_value"] == pytest.approx((5.0 - 4.5) * 4 / 5)
     assert rows[5]["sum_error"] < rows[4]["sum_error"]

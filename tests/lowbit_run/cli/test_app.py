@@ -14,6 +14,7 @@ from lowbit.pipeline import PeerError
 from lowbit_lab.bench import COMMANDS
 from lowbit_run.cli import one_line_errors
 from lowbit_run.cli.app import COMMANDS as APP
+from lowbit_run.job import launch
 from lowbit_run.train import Summary, TrainConfig, from_mapping, load
 from tests.command_line import invoke
 
@@ -102,7 +103,7 @@ def test_a_configuration_is_printed_with_all_its_keys_and_read_back(tmp_path: Pa
 
 
 def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(launch, "subprocess", None)
     text = tmp_path / "text.txt"
     text.write_text("some text. " * 1000)
     words = ["train", "--dry-run", "--run.output", str(tmp_path / "run"), "--data.text", str(text)]

@@ -20,14 +20,12 @@ from lowbit_run.config import ConfigError
 from lowbit_run.generate.prepare import prepare
 from lowbit_run.generate.rank import Answering, answer
 from lowbit_run.generate.settings import GenerateSettings
-from lowbit_run.job import launch
 from lowbit_run.train.answers import Encoded
 from lowbit_run.train.cut import CUT, attention_of
 from lowbit_run.train.device import choose_autocast
 from lowbit_run.train.pretrained import ByteTokenizer
 from lowbit_run.train.weights import quantization
 from tests.command_line import invoke
-from tests.forked import FORKING
 from tests.lowbit_run.train.test_families import _config, _model
 from tests.processes import Ranks
 
@@ -192,7 +190,6 @@ def _told_apart(given: GenerateSettings, option: str) -> str:
 
 
 def test_the_command_prints_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(launch, "subprocess", FORKING)
     exact = ("--weights", "fp32", "--format", "fp32", "--device", "cpu", "--tokens", str(NEW))
     folder = saved(tmp_path / "model", "llama", vocab_size=256)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

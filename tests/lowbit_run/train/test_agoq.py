@@ -14,7 +14,7 @@ from lowbit.codecs import BlockFloat8
 from lowbit_run.train import ConfigError, StepMetrics, TrainConfig, optim, train
 from lowbit_run.train.activations import planned_settings
 from lowbit_run.train.config import OptimizerConfig
-from lowbit_run.train.footprint import batch_meter, model_bytes
+from lowbit_run.train.footprint import BatchBytes, Line, batch_meter, model_bytes
 from lowbit_run.train.layout import make_layout
 from lowbit_run.train.prepare import prepare
 from lowbit_run.train.saved import bits_by_stage, peaks_of
@@ -153,6 +153,14 @@ def test_logits_leave_the_last_rank_fewer_bits(tmp_path: Path, without_torchao: 
     )
     assert few[0] == 4 < few[1]
     assert many[0] > 4 == many[1]
+
+
+def test_activations_that_cannot_be_counted_choose_no_bits(tmp_path: Path, without_torchao: list[Any]):
+    config = agoq(tmp_path, pipeline={"ranks": 2, "microbatches": 4, "layers": [1, 7]}, model={"layers": 8})
+    layout, none = make_layout(config.pipeline, ranks=2, layers=8), Line()
+    counted = BatchBytes(layers=(none,) * 8, first=none, middle=none, last=none, extra=none, extra_last=none)
+    kept = model_bytes(config, vocab=256, autocast=None)
+    assert bits_by_stage(config, layout, kept, lambda saves: counted) == (4, 4)
 
 
 def test_without_torchao_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,6 @@ act(gate) * up; `up` may be None, with its payload and gradient: act(gate).
 Payloads, precision and dtypes: as in `lowbit.activations.norm.reference`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +21,6 @@ from lowbit.kernels import implementation, operator
 from lowbit.kernels.operators import check_pair, check_shapes
 
 _aten = torch.ops.aten
-
-ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-"""For kernels: erfc(z) = t ((((c0 t + c1) t + ...) t + c4) e^(-z^2) within 1.5e-7, where t = 1 / (1 + p z), z >= 0
-(Abramowitz and Stegun, 7.1.26)."""
-GELU_TANH = math.sqrt(2 / math.pi), 0.044715  # act(g) = g (1 + tanh(a (g + b g^3))) / 2
 
 
 @dataclass(frozen=True)
@@ -130,7 +124,8 @@ def backward(
     if payload_up is not None and grad_up is not None:
         torch.mul(g, value, out=grad_up)
         up = decoded(payload_up, grad_up.shape, bits, group)
-        value.mul_(up)
+        if out is not None:
+            value.mul_(up)
         g = up.mul_(g)  # in place, as above: this is the moment at which a training step takes most memory
     if out is not None:
         out.copy_(value)

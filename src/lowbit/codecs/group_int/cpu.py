@@ -47,7 +47,7 @@ def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, s
     per_block = max(1, BLOCK // group)
 
     def work(start: int, stop: int) -> None:
-        scratch = torch.empty(encode_scratch(group, per_block), dtype=torch.uint8)
+        scratch = torch.empty(per_block * (24 + 4 * group) + group, dtype=torch.uint8)
         encode_groups(
             x.data_ptr(), KINDS[x.dtype], x.numel(), at["scales"], at["mids"], at["codes"],
             bits, group, symmetric, seed is not None, (seed or 0) % 2**32,
@@ -62,23 +62,13 @@ def decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool,
     at = sections(payload, group_int_layout(out.numel(), bits, group, symmetric))
 
     def work(start: int, stop: int) -> None:
-        scratch = torch.empty(decode_scratch(group), dtype=torch.uint8)
+        scratch = torch.empty(5 * group, dtype=torch.uint8)
         decode_groups(
             at["scales"], at["mids"], at["codes"], out.data_ptr(), KINDS[out.dtype], out.numel(),
             bits, group, symmetric, accumulate, scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     over_rows(work, ceil_div(out.numel(), group), out.nbytes)
-
-
-def encode_scratch(group: int, per_block: int) -> int:
-    """Bytes of scratch memory for `encode_groups`."""
-    return per_block * (24 + 4 * group) + group
-
-
-def decode_scratch(group: int) -> int:
-    """Bytes of scratch memory for `decode_groups`."""
-    return 5 * group
 
 
 @kernel
