@@ -57,7 +57,7 @@ class Shape:
         """The ranks of a host."""
         return {rank for rank in range(self.ranks) if self.host(rank) == host}
 
-    def config(self, folder: Path, *, gone: bool = False) -> TrainConfig:
+    def config(self, folder: Path) -> TrainConfig:
         """A run of about ten seconds whose codecs remember, with checkpoints and evaluations on the way."""
         remembers = "TransformQuant(step='{}')"
         return tiny(
@@ -70,8 +70,7 @@ class Shape:
             data={"batch": 2 * MICROBATCHES * self.pipelines},
             run={
                 "steps": STEPS, "checkpoint_every": EVERY, "eval_every": 2 * EVERY, "timeout_seconds": TIMEOUT,
-                "rejoin_seconds": REJOIN_GONE if gone else REJOIN, "overwrite": False, "save_model": True,
-                "connections": connections,
+                "overwrite": False, "save_model": True, "connections": connections,
             },
         )  # fmt: skip
 
@@ -99,6 +98,12 @@ class Trial:
     share: float
     victim: int
     pause: float
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """More of the command line."""
+        seconds = REJOIN_GONE if self.fault == "gone" else REJOIN
+        return ("--supervise", f"--run.rejoin-seconds={seconds}") if self.supervised else ()
 
     @property
     def mode(self) -> str:

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from lowbit_run.config import to_toml
+from tests.command_line import invoke
 from tests.torture.attempt import Attempt, End, Fault
 from tests.torture.plan import FAULTS, LIMIT, PLAIN, SHAPES, STEPS, Trial, plan
 from tests.torture.trial import Outcome, complaints, endings, gave_up, table
@@ -26,6 +28,15 @@ def test_a_plan_spreads_faults_and_moments_by_number_and_seed(supervised: bool):
     assert {trial.step for trial in trials} >= {0, STEPS}
     assert len({trial.name for trial in trials}) == len(trials)
     assert trials[:9] == _plan(9, supervised=supervised) != _plan(9, supervised=supervised, seed=1)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_command_takes_the_settings_of_a_trial(supervised: bool, shape: str, tmp_path: Path):
+    (trial, *_) = (each for each in _plan(108, supervised=supervised) if each.shape == shape)
+    (tmp_path / "config.toml").write_text(to_toml(SHAPES[shape].config(tmp_path)))
+    result = invoke("train", "--dry-run", str(tmp_path / "config.toml"), *trial.words)
+    assert result.exit_code == 0, result.stderr
 
 
 def _broken(fault: str, tmp_path: Path, said: dict[int, str], after: dict[int, float]) -> Fault:

@@ -172,7 +172,6 @@ def lost(steps_before: int, resumed: Summary | None) -> list[str]:
     return [f"lost: went on from step {start}, not {at_least}"] if start < at_least else []
 
 
-SUPERVISE = ("--supervise",)
 PATIENCE = 30.0  # seconds after which something that should have ended counts as a hang
 
 
@@ -232,8 +231,8 @@ def run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
 def _run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
     shape, outcome = SHAPES[trial.shape], Outcome(trial=trial)
     disk = shape.host(trial.victim) if trial.fault == "disk" else None
-    with _stage(shape.config(_fresh(folder), gone=trial.fault == "gone"), folder, disk=disk) as link:
-        attempt = Attempt(shape, link, folder, name="first", words=SUPERVISE if trial.supervised else ())
+    with _stage(shape.config(_fresh(folder)), folder, disk=disk) as link:
+        attempt = Attempt(shape, link, folder, name="first", words=trial.words)
         if trial.fault == "nan":
             attempt.nan[trial.victim] = int(((trial.step or 0) % STEPS + trial.share) * MICROBATCHES)
         if trial.fault == "late":
@@ -316,7 +315,7 @@ def _judge(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome
     if trial.fault == "gone":
         if not outcome.finished:  # else the machine was no longer needed
             outcome.wrong += gave_up(outcome.ends)
-            _go_on(attempt, SUPERVISE, expected, outcome)
+            _go_on(attempt, attempt.words, expected, outcome)
     elif trial.supervised or trial.fault == "late":
         outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
         for rank in range(attempt.shape.ranks):
