@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit import escape
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.checks import FLOATS
-from lowbit.codecs.foreign import call, check_ends, compared, is_own, open_session
+from lowbit.codecs.foreign import call, check_ends, compared, open_session
 from lowbit.pipeline.anchors import Anchors, Fit, TokenAnchor
 from lowbit.pipeline.arguments import StepKind
 from lowbit.wire.traffic import Traffic
@@ -284,14 +284,13 @@ class Lane:
 
 @functools.cache
 def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    """Code zeros both ways, once in a process, so that the codec's kernels are compiled before a rank waits."""
+    """Code a message both ways, once in a process, so that the codec's kernels are compiled before a rank waits."""
     sender, receiver = (open_session(codec, shape=shape, dtype=dtype, device=device) for _ in range(2))
     if codec.needs_key:
         sender.samples = receiver.samples = range(shape[0])
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        x = torch.zeros(shape, dtype=dtype, device=device)
-        if not is_own(codec):  # zeros would leave many states as they were
-            x.copy_(torch.linspace(-1, 1, x.numel(), device=device).view(shape))
+        # Zeros have no directions, for which some kernels are, and would leave many states as they were.
+        x = torch.linspace(-1, 1, shape.numel(), device=device).view(shape).to(dtype)
         for _ in range(2 if codec.needs_key else 1):  # a sample that returns is coded differently
             receiver.decode(sender.encode(x))
     check_ends(sender, receiver)

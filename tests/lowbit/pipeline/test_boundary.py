@@ -1,5 +1,7 @@
 """Tensors in and bytes out at one end of a boundary, and the reverse at the other."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant, TransformQuant
 from lowbit.pipeline.arguments import StepKind
 from lowbit.pipeline.boundary import Lane, Slot
 from lowbit.wire.traffic import Traffic
+from tests.forked import run_script
 from tests.lowbit.pipeline.toy import INT4
 from tests.views import View, packed, views
 
@@ -174,6 +177,40 @@ def test_micro_batches_may_differ_in_what_crosses():
         assert torch.equal(pass_on(sender, receiver, StepKind(), i, x), INT4.round_trip(x))
     with pytest.raises(ValueError, match=r"\(1, 3, 64\); both ends expect float32 \(2, 3, 64\)"):
         sender.encode(0, StepKind(), 1, x)
+
+
+FIRST_MESSAGES = """
+import gc
+import torch
+from numba.core.dispatcher import Dispatcher
+from lowbit.codecs import parse
+from lowbit.codecs.foreign import open_session
+from lowbit.codecs.names import short_names
+from lowbit.pipeline.boundary import warm_up
+
+def compiled():
+    return {f"{kernel.py_func.__module__}.{kernel.py_func.__name__}": len(kernel.signatures)
+            for kernel in gc.get_objects() if isinstance(kernel, Dispatcher)}
+
+shape = torch.Size((2, 16, 64))
+for codec in map(parse, short_names()):
+    warm_up(codec, shape, torch.float32, torch.device("cpu"))
+before = compiled()
+for codec in map(parse, short_names()):
+    sender, receiver = (open_session(codec, shape=shape, dtype=torch.float32, device="cpu") for _ in range(2))
+    if codec.needs_key:
+        sender.samples = receiver.samples = range(2)
+    for _ in range(3):
+        receiver.decode(sender.encode(torch.randn(shape)))
+assert (now := compiled()) == before, dict(now.items() - before.items())
+"""
+
+
+def test_nothing_is_compiled_after_warming_up(tmp_path: Path):
+    """In a process of its own, which has few kernels."""
+    (tmp_path / "script.py").write_text(FIRST_MESSAGES)
+    done = run_script(tmp_path / "script.py", folder=tmp_path)
+    assert done.code == 0, done.output
 
 
 def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
