@@ -120,7 +120,7 @@ def check_generation_config(folder: str, key: str = "model.pretrained") -> None:
     if path.is_file():
         values = _read_object(f"{key} is {folder!r}", path)
         try:
-            with _quiet():
+            with quiet():
                 GenerationConfig.from_dict(values)
         except Exception as error:  # from Transformers, of many kinds
             raise ConfigError(f"{key} is {folder!r}; {path} cannot be used: {reason(error)}") from error
@@ -277,7 +277,7 @@ def _uses(model: Any, expected: Mapping[str, Any], stored: Iterable[str]) -> dic
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Let Transformers log errors only, and show no progress."""
     from transformers.utils import logging as hugging_face
 
@@ -300,7 +300,7 @@ def load(auto: Any, folder: str, key: str, *, complete: bool = True, **options: 
         ConfigError: it cannot be loaded, or weights are missing or have other shapes.
     """
     try:
-        with _quiet():  # errors below report the same in one line
+        with quiet():  # errors below report the same in one line
             model, about = auto.from_pretrained(
                 folder, output_loading_info=True, local_files_only=True, trust_remote_code=False, **options
             )

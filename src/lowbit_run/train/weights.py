@@ -22,7 +22,7 @@ from lowbit_run.config import ConfigError
 from lowbit_run.train.config import TrainConfig
 from lowbit_run.train.cut import Elsewhere, Share, attention_of, class_for, parts_of, whole_class
 from lowbit_run.train.model import add_adapters, hugging_face_config
-from lowbit_run.train.pretrained import check_weights, load, read_config, same_tensors
+from lowbit_run.train.pretrained import check_weights, load, quiet, read_config, same_tensors
 from lowbit_run.train.widened import widen_
 
 _RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
@@ -247,7 +247,8 @@ def random_share(config: Any, share: Share, seed: int) -> Any:
     finally:
         PreTrainedModel.init_weights = initialize
     assert draws.values.keys() == held, draws.values.keys() ^ held
-    return cut.from_pretrained(None, config=config, state_dict=draws.values, dtype=torch.float32)
+    with quiet():
+        return cut.from_pretrained(None, config=config, state_dict=draws.values, dtype=torch.float32)
 
 
 class _Draws(TorchDispatchMode):

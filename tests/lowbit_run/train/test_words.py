@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils.logging import enable_progress_bar
 
 from lowbit_run.train import TrainConfig, train
 from lowbit_run.train.metrics import Summary
@@ -93,10 +94,12 @@ def test_adapters_answer_a_held_out_prompt_before_and_after(ranks: Ranks, tmp_pa
 
 def test_progress_and_summary_have_the_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     config = tiny(tmp_path, pipeline=ONE, run={"prompt": PROMPT, "progress": True})
+    enable_progress_bar()
     words, shown = train(config).words, capfd.readouterr().err
     assert list(words) == ["prompt", "before training", "after training"]
     for when in ("before training", "after training"):
         assert f"{when}, after {PROMPT[-8:]!r} the model writes {words[when]}\n" in shown
+    assert "%|" not in shown, "bars of Transformers"
 
 
 def test_a_run_without_held_out_text_says_why_it_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
