@@ -1,7 +1,8 @@
 """Every page of the built site in a real browser: `make docs-browser`, or `python -m tests.browser --shots FOLDER`.
 
 At the width of a phone and of a desk, in light and in dark: no page scrolls sideways, no script fails, every request is
-answered, by the site alone. The search finds a public name. Without chromium it ends with one line that says so.
+answered, by the site alone. The search finds a public name, in a site that is opened as a file, too. Without chromium
+it ends with one line that says so.
 """
 
 import argparse
@@ -102,14 +103,14 @@ def search(browser: Any, address: str, words: str) -> list[str]:
         page = context.new_page()
         page.goto(f"{address}/index.html", wait_until="networkidle")
         for _ in range(10):  # words that come before the index has been read find nothing, and are typed again
-            page.fill("input.md-search__input", "")
-            page.locator("input.md-search__input").press_sequentially(words, delay=20)
             try:
+                page.fill("input.md-search__input", "", timeout=2_000)
+                page.locator("input.md-search__input").press_sequentially(words, delay=20)
                 page.wait_for_selector(".md-search-result__item", timeout=2_000)
             except Exception:
                 continue
             return []
-    return [f"finds nothing for {words!r}"]
+    return [f"{address}: finds nothing for {words!r}"]
 
 
 @contextmanager
@@ -145,7 +146,8 @@ def main() -> None:
             if name != "404.html":
                 shot = options.shots and options.shots / name.removesuffix(".html").replace("/", "-")
                 found[name] = faults(browser, f"{address}/{name}", address, SHOWN, UNSEEN, shot=shot)
-        found["index.html"] += search(browser, address, "LowBitStage")
+        for place in (address, SITE.as_uri()):
+            found["index.html"] += search(browser, place, "LowBitStage")
     tell(found)
 
 
