@@ -63,7 +63,7 @@ FULL = "rank 1: error: rank 1: full\n"
 @pytest.mark.parametrize(
     ("fault", "said", "after", "wrong"),
     [
-        ("kill", {0: GOOD}, {0: 9.0}, []),
+        ("kill", {0: "rank 0 waits up to 7 s for rank 1 to come to 198.18.0.1:29452\n" + GOOD}, {0: 9.0}, []),
         ("kill", {0: GOOD}, {0: LIMIT + 1}, ["late"]),
         ("kill", {0: GOOD + "rank 0: error: and more\n"}, {0: 9.0}, ["words", "blame"]),
         ("kill", {0: "Traceback (most recent call last):\n" + GOOD}, {0: 9.0}, ["noise"]),

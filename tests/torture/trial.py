@@ -26,7 +26,9 @@ from tests.torture.attempt import CUT_SECONDS, Attempt, Curve, Fault
 from tests.torture.plan import EVERY, GRACE, HOSTS, LIMIT, MICROBATCHES, REJOIN_GONE, SHAPES, STEPS, Shape, Trial
 
 _ERROR = re.compile(r"^(?:rank \d+: )?error: (.*)$")
-_HARMLESS = re.compile(r"^(warning: |step \d+|boundary \d+|no checkpoint in )|hostname of the client socket cannot")
+_HARMLESS = re.compile(
+    r"^(warning: |step \d+|boundary \d+|no checkpoint in |rank \d+ waits up to )|hostname of the client socket cannot"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
