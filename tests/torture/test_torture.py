@@ -30,9 +30,8 @@ def test_a_plan_spreads_faults_and_moments_by_number_and_seed(supervised: bool):
     assert trials[:9] == _plan(9, supervised=supervised) != _plan(9, supervised=supervised, seed=1)
 
 
-@pytest.mark.parametrize("supervised", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_command_takes_the_settings_of_a_trial(supervised: bool, shape: str, tmp_path: Path):
+@pytest.mark.parametrize(("shape", "supervised"), [("2", True), ("4", False), ("2x2", False)])
+def test_the_command_takes_the_settings_of_a_trial(shape: str, supervised: bool, tmp_path: Path):
     (trial, *_) = (each for each in _plan(108, supervised=supervised) if each.shape == shape)
     (tmp_path / "config.toml").write_text(to_toml(SHAPES[shape].config(tmp_path)))
     result = invoke("train", "--dry-run", str(tmp_path / "config.toml"), *trial.words)
