@@ -43,7 +43,7 @@ class TokenAnchor:
     A fit is used if it leaves at most 80 % of the weighted energy, as estimated for other tokens from what it leaves of
     those that it has seen, its degrees of freedom and the number of different tokens; one line of the log says so. It
     applies to tensors (batch, sequence, C) that are coded, when `set_tokens` has given ids (batch, sequence); to all
-    others, and where the codec sends plain numbers, nothing changes.
+    others, and while the codec sends plain numbers, nothing changes.
 
     Each end of a boundary keeps 2 (E + 1) C bytes, 2 C for each token that has occurred, and, until the fit is final,
     4 (E + 1) (E + 1 + C) + V.

@@ -259,7 +259,7 @@ class Lane:
     def _fit(self, index: int, step: StepKind, micro_batch: int) -> Fit | None:
         """The fit of a tensor's token anchor, if it has one in this step."""
         slot = self._slots[micro_batch][index]
-        if self.anchors is None or not slot.coded or self.codec.is_plain:
+        if self.anchors is None or not slot.coded:
             return None
         if not step.tokens:
             return self.anchors.say_without_ids()
@@ -271,8 +271,8 @@ class Lane:
             fit.learn(step.tokens[micro_batch], x)
 
     def _predicted(self, session: Session, index: int, step: StepKind, micro_batch: int) -> Tensor | None:
-        fit = self._fit(index, step, micro_batch)
-        return None if fit is None or session.is_plain else fit.predict(step.tokens[micro_batch])
+        fit = None if session.is_plain else self._fit(index, step, micro_batch)
+        return None if fit is None else fit.predict(step.tokens[micro_batch])
 
     @contextlib.contextmanager
     def _isolated(self, span: str, micro_batch: int) -> Iterator[None]:

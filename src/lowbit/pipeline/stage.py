@@ -169,8 +169,8 @@ class LowBitStage(HookedStage):
     def forward_session(self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype) -> Session:
         """Open a session for activations of any shape that shares the state of training, if the codec allows that.
 
-        Use it for evaluation passes outside the schedule, with `training=False`, once the warm-up is over. Token
-        anchors are not used.
+        Use it for evaluation passes outside the schedule, with `training=False`, once the warm-up is over. With token
+        anchors, code what `predicted` leaves.
 
         Args:
             outgoing: to the next stage, which opens the same with False; both must be on different ranks.
@@ -181,6 +181,27 @@ class LowBitStage(HookedStage):
             ValueError: no stage is on that side.
         """
         return self.lanes.forward(outgoing).states.session(0, Slot(torch.Size(shape), dtype))
+
+    def predicted(self, ids: Tensor, *, outgoing: bool, width: int) -> Tensor | None:
+        """Return what the token anchor predicts for activations of an evaluation pass outside the schedule.
+
+        The sender subtracts it before the session of `forward_session` codes, and the receiver adds it.
+
+        Args:
+            ids: of the tokens, int64 (batch, sequence), the same at both ends. outgoing: as for `forward_session`.
+            width: of the activations.
+
+        Returns:
+            float32 (batch, sequence, width) on the device of the stage, the same bits at both ends; None in the
+            warm-up, without an anchor, and where the anchor is off.
+
+        Raises:
+            TypeError, ValueError: as `set_tokens` and `forward_session`.
+        """
+        lane = self.lanes.forward(outgoing)
+        if lane.anchors is None or self.lanes.anchor is None or self.in_warmup:
+            return None
+        return lane.anchors.fit(0, width).predict(self.lanes.anchor.checked(ids))
 
     def forward_codec(self, *, outgoing: bool) -> Codec:
         """Return the format of activations to the next stage, or from the one before, as it was given.

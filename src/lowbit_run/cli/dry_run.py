@@ -71,7 +71,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     yield from _grouped(name, lines)
     if layout.stages > 1:
         first = min(config.codec_warmup_steps, config.run.steps)
-        yield "warm-up", f"{first} of {config.run.steps} steps at full precision"
+        fitted = f", for token anchors: {first * config.step_tokens:,} tokens" if prepared.anchor else ""
+        yield "warm-up", f"{first} of {config.run.steps} steps at full precision{fitted}"
         if (nats := wanted_nats(prepared.codecs)) is not None:
             checks = ", ".join(str(config.codec_warmup_steps + after) for after in AFTER)
             yield "rates", f"chosen in the warm-up to cost {nats:g} nats; checked after steps {checks}"
@@ -101,7 +102,7 @@ def _memory(prepared: Prepared) -> Iterator[tuple[str, str]]:
         held = kept.rank(layout, rank)
         parts = {
             "weights": held.weights, "adapters": held.adapters, "gradients": held.gradients,
-            "optimizer": held.optimizer, "activations": peak - held.total,
+            "optimizer": held.optimizer, "token anchors": held.anchors, "activations": peak - held.total,
         }  # fmt: skip
         text = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size)
         yield f"memory of rank {rank}", f"{peak / 1e9:.2f} GB: {text}"

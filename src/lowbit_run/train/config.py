@@ -27,6 +27,9 @@ Seconds = Annotated[float, Field(ge=1, le=1_000_000)]
 FAMILIES = get_args(Family)
 FULL_PRECISION, AUTO = "fp32", "auto"
 Method = Literal["none", "agoq"]
+ANCHOR_TOKENS = 32_768
+"""Tokens of a warm-up to which token anchors are fitted: after 31,000 they help, after 3,000 hardly
+(docs/results/convergence.md)."""
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {},
     "agoq": {
@@ -195,7 +198,11 @@ class PipelineConfig:
     itself for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
     warmup_steps: NonNegative | None = None
     """Number of first steps at full precision. If omitted, a quarter of the run, but at most 100; 0 with
-    `model.pretrained`. A goal, such as "TransformQuant(bits='auto')", needs 1 or more."""
+    `model.pretrained`, and with `anchor` as many as have 32,768 tokens, but at most a quarter of the run. A goal, such
+    as "TransformQuant(bits='auto')", needs 1 or more."""
+    anchor: bool = False
+    """Use token anchors: in the warm-up, both ends of a boundary learn to predict activations of a pretrained model
+    from the token ids, which both know; after it, only the rest crosses in the `forward` format."""
     tied_rows: str = "bf16"
     """Format of a tied embedding's rows: weights one way, gradients back. "fp32" is exact, like the warm-up."""
 
@@ -436,6 +443,11 @@ class TrainConfig:
                 f"run.save_merged is true, lora.rank is {self.lora.rank} and run.save_model is {self.run.save_model}; "
                 "allowed: with adapters that are saved"
             )
+        if self.pipeline.anchor and not self.model.pretrained:
+            raise ConfigError(
+                "pipeline.anchor is true and model.pretrained is empty; allowed: with model.pretrained only, whose "
+                "embedding predicts activations"
+            )
         if self.model.weights in ("int8", "nf4") and not self.lora.rank:
             raise ConfigError(
                 f"model.weights is {self.model.weights} and lora.rank is 0; allowed: with lora.rank of at least 1, "
@@ -485,7 +497,18 @@ class TrainConfig:
         """`pipeline.warmup_steps`, or its default."""
         if self.pipeline.warmup_steps is not None:
             return self.pipeline.warmup_steps
-        return 0 if self.model.pretrained else min(100, self.run.steps // 4)
+        most = self.anchor_steps if self.pipeline.anchor else 0 if self.model.pretrained else 100
+        return min(most, self.run.steps // 4)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of each pipeline in a step."""
+        return self.rows * self.pipeline.microbatches * self.data.sequence
+
+    @property
+    def anchor_steps(self) -> int:
+        """Steps whose tokens suffice to fit token anchors."""
+        return -(-ANCHOR_TOKENS // self.step_tokens)
 
     def check_given(self, typed: Iterable[str]) -> None:
         """Check that options have an effect, those of the command line also if they equal the default."""

@@ -72,7 +72,7 @@ _RULES: tuple[_Rule, ...] = (
 _TYPED: tuple[_Rule, ...] = (
     *(
         (f"pipeline.{key}", lambda c: _alone(c), "pipeline.ranks", "with several ranks")
-        for key in ("forward", "backward", "warmup_steps", "tied_rows", "schedule", "layers")
+        for key in ("forward", "backward", "warmup_steps", "anchor", "tied_rows", "schedule", "layers")
     ),
     ("pipeline.tied_rows", lambda c: c.lora.rank, "lora.rank", "without adapters, which leave the embedding as it is"),
     (

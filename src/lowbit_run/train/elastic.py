@@ -50,6 +50,11 @@ def check_elastic(config: TrainConfig, goals: Iterable[RateGoal]) -> None:
             "pipeline.forward is auto, the default; allowed with elastic.lighthouse: formats by name, such as "
             "transform, since a replica that joins takes over what the codecs of another keep"
         )
+    if config.pipeline.anchor:
+        raise ConfigError(
+            "pipeline.anchor is true; allowed with elastic.lighthouse: false, since anchors are fitted in the warm-up, "
+            "which a replica that comes later does not have"
+        )
     try:
         _import_torchft()
     except ImportError as error:

@@ -166,13 +166,29 @@ class HeldOutEvaluation:
         source = self._layout.rank_of(boundary)
         return session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}")
 
+    def _arrived(self, stage: int, batch: _Batch, session: Session, message: Expected) -> Tensor:
+        x = session.decode(message.wait().to(self._device), training=False)
+        predicted = self._predicted(stage, batch, session, outgoing=False)
+        return x if predicted is None else x + predicted
+
+    def _send(self, stage: int, batch: _Batch, x: Tensor, codec: Codec) -> Sent:
+        session = self._session(stage, codec, x.shape, outgoing=True)
+        predicted = self._predicted(stage, batch, session, outgoing=True)
+        rest = x.float() if predicted is None else x.float() - predicted
+        return self._messages.send(session.encode(rest, training=False), self._layout.rank_of(stage + 1))
+
+    def _predicted(self, stage: int, batch: _Batch, session: Session, *, outgoing: bool) -> Tensor | None:
+        """Return what the token anchor of training predicts, if there is one; both ends know the ids."""
+        if stage not in self._stages or session.is_plain:
+            return None
+        return self._stages[stage].predicted(batch.inputs, outgoing=outgoing, width=self._width)
+
     def _pass(self, current: _Round, codecs: Sequence[Codec]) -> None:
         """Run this rank's stages, one after the other, on all batches of a round."""
         for leg in self._legs:
             for index, batch in enumerate(current.batches):
                 if leg[0]:
-                    session, message = current.arriving.pop((leg[0], index))
-                    x = session.decode(message.wait().to(self._device), training=False)
+                    x = self._arrived(leg[0], batch, *current.arriving.pop((leg[0], index)))
                 else:
                     x = batch.inputs.to(self._device)
                 results = self._results(leg, x, batch)
@@ -182,10 +198,7 @@ class HeldOutEvaluation:
                     others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
                     current.sent.extend(self._messages.send(sums, rank) for rank in others)
                     continue
-                x = torch.cat(results)
-                session = self._session(leg[-1], codecs[leg[-1]], x.shape, outgoing=True)
-                payload = session.encode(x.float(), training=False)
-                current.sent.append(self._messages.send(payload, self._layout.rank_of(leg[-1] + 1)))
+                current.sent.append(self._send(leg[-1], batch, torch.cat(results), codecs[leg[-1]]))
 
     def _results(self, leg: Sequence[int], x: Tensor, batch: _Batch) -> list[Tensor]:
         """Return activations, or `_sums_of` the last stage's logits, for as many windows at a time as in training."""
@@ -250,14 +263,11 @@ class HeldOutEvaluation:
         x, sent = batch.inputs.to(self._device), list[Sent]()
         for leg in self._legs:
             if leg[0]:
-                session, message = self._expect(leg[0] - 1, batch, codecs[leg[0] - 1])
-                x = session.decode(message.wait().to(self._device), training=False)
+                x = self._arrived(leg[0], batch, *self._expect(leg[0] - 1, batch, codecs[leg[0] - 1]))
             for stage in leg:
                 x = self._modules[stage](x)
             if leg[-1] < self._layout.stages - 1:
-                session = self._session(leg[-1], codecs[leg[-1]], x.shape, outgoing=True)
-                payload = session.encode(x.float(), training=False)
-                sent.append(self._messages.send(payload, self._layout.rank_of(leg[-1] + 1)))
+                sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
         for each in sent:
             each.wait()
         return x if self._layout.stages - 1 in self._modules else None

@@ -30,6 +30,7 @@ from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.model import StageModule, add_adapters, hugging_face_config, next_token_loss, targets_of
 from lowbit_run.train.optim import state_bytes
 from lowbit_run.train.schedules import SCHEDULES
+from lowbit_run.train.tied import expected_rows
 from lowbit_run.train.weights import share_inputs, weights_of
 from lowbit_run.train.widened import widen_
 
@@ -46,6 +47,7 @@ class Held:
     Attributes:
         weights: of the model, in the width in which they are kept. adapters: of LoRA, in float32.
         gradients, optimizer: of what is trained.
+        anchors: of token anchors at the ends of boundaries, when they take most.
         elements, trained: numbers, not bytes, of the model's own parameters, and of those that are trained.
     """
 
@@ -55,11 +57,12 @@ class Held:
     adapters: int = 0
     gradients: int = 0
     optimizer: int = 0
+    anchors: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all of it."""
-        return self.weights + self.adapters + self.gradients + self.optimizer
+        return self.weights + self.adapters + self.gradients + self.optimizer + self.anchors
 
     def __add__(self, other: "Held") -> "Held":
         return Held(**{f.name: add(*(getattr(each, f.name) for each in (self, other))) for f in fields(self)})
@@ -73,6 +76,7 @@ class ModelBytes:
         layers: of each decoder layer. first, last: of the embedding, and of what follows the layers.
         tied: of a tied embedding, which the last stage has as well; otherwise zeros.
         rows: bytes of the rows of a trained tied embedding as the first stage has them, which the last one keeps.
+        anchor: bytes of a token anchor at an end of a boundary in the warm-up, while it is solved for, and later.
     """
 
     layers: tuple[Held, ...]
@@ -80,6 +84,7 @@ class ModelBytes:
     last: Held
     tied: Held = Held()
     rows: int = 0
+    anchor: tuple[int, int, int] = (0, 0, 0)
 
     def stage(self, layers: Iterable[int], *, first: bool, last: bool) -> Held:
         """Bytes of a stage with these layers; `first`, `last`: whether it has the embedding, and the output matrix."""
@@ -96,7 +101,9 @@ class ModelBytes:
                 total = replace(total, optimizer=total.optimizer - self.tied.optimizer)
             if last in stages:
                 total = replace(total, weights=total.weights + self.rows)
-        return total
+        sides = (side for s in stages for side in (s - 1, s) if 0 <= side < last)
+        ends, (first, solving, later) = sum(layout.crosses(side) for side in sides), self.anchor
+        return replace(total, anchors=max(ends * first + solving, ends * later)) if ends else total
 
 
 @functools.lru_cache(maxsize=8)
@@ -126,7 +133,17 @@ def model_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None
     if model.get_output_embeddings().weight is embedding.weight:
         tied = count("", embedding, embedding.weight)
         rows = 4 * embedding.weight.numel() if tied.gradients and config.pipeline.tied_rows != FULL_PRECISION else 0
-    return ModelBytes(layers=tuple(each), first=first, last=last, tied=tied, rows=rows)
+    anchor = _anchor_bytes(config, *embedding.weight.shape, model.config.hidden_size)
+    return ModelBytes(layers=tuple(each), first=first, last=last, tied=tied, rows=rows, anchor=anchor)
+
+
+def _anchor_bytes(config: TrainConfig, vocab: int, features: int, width: int) -> tuple[int, int, int]:
+    if not config.pipeline.anchor:
+        return 0, 0, 0
+    columns, seen = features + 1, expected_rows(config.run.steps * config.step_tokens, vocab)
+    sums, weights = 4 * columns * (columns + width) + 9 * vocab, 2 * columns * width  # with tokens' places
+    solving = 8 * columns * (3 * columns + 5 * width)  # in float64: sums, factor and inverse, and the weights
+    return sums, solving, weights + 3 * seen * width + 8 * vocab  # the table grows by half
 
 
 def _without_data(config: TrainConfig, vocab: int) -> Any:

@@ -92,6 +92,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "pipeline.forward": _once(formats.forward),
         "pipeline.backward": _once(formats.backward),
         _WARM_UP: config.codec_warmup_steps,
+        "pipeline.anchor": pipeline.anchor,
         "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
         "elastic.name": config.elastic.name if elastic else None,
         "run.seed": config.run.seed,

@@ -28,7 +28,7 @@ from lowbit_run.train.checkpoints import state
 from lowbit_run.train.checkpoints.manifest import Manifest
 from lowbit_run.train.checkpoints.resume import resume
 from lowbit_run.train.checkpoints.save import Checkpoints, raise_everywhere
-from lowbit_run.train.config import TrainConfig
+from lowbit_run.train.config import ANCHOR_TOKENS, TrainConfig
 from lowbit_run.train.device import local_rank, threads_per_rank
 from lowbit_run.train.folder import FILES, IN_USE, RunFolder
 from lowbit_run.train.identity import layout_of, versions
@@ -178,6 +178,13 @@ class Run:
         prepared, model = self.members.prepared, self.trainer.model.config
         for note in prepared.data.notes:
             log.warning("%s", note)
+        if prepared.anchor is not None:
+            steps, few = self.config.codec_warmup_steps, f"; with fewer than {ANCHOR_TOKENS:,}, they help less"
+            tokens = steps * self.config.step_tokens
+            log.warning(
+                "pipeline.anchor: the warm-up has %d of %d steps, and token anchors are fitted to its %s tokens%s",
+                steps, self.config.run.steps, f"{tokens:,}", few * (tokens < ANCHOR_TOKENS),
+            )  # fmt: skip
         if self.config.activations.plan and prepared.autocast is None:
             log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
         if prepared.identity["model.tied"] is True and not model.tie_word_embeddings:

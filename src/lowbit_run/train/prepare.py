@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lowbit.codecs import Codec
 from lowbit.collectives.reduce import check_summable
+from lowbit.pipeline.anchors import TokenAnchor
 from lowbit.wire.pytorch import version
 from lowbit_run.config import ConfigError
 from lowbit_run.train.activations import Policies
@@ -36,8 +37,17 @@ from lowbit_run.train.footprint import batch_meter, model_bytes
 from lowbit_run.train.gradients import storage_codec
 from lowbit_run.train.identity import changes_between, check_allowed, refuse, run_identity
 from lowbit_run.train.layout import PipelineLayout, make_layout
-from lowbit_run.train.model import check_lora, check_pretrained, check_stages, count_layers, hidden_size, vocabulary
+from lowbit_run.train.model import (
+    check_lora,
+    check_pretrained,
+    check_stages,
+    count_layers,
+    hidden_size,
+    hugging_face_config,
+    vocabulary,
+)
 from lowbit_run.train.optim import check_torchao
+from lowbit_run.train.pretrained import read_embedding
 from lowbit_run.train.saved import stage_policies
 from lowbit_run.train.schedules import SCHEDULES
 from lowbit_run.train.tied import tied_codec
@@ -50,7 +60,8 @@ class Prepared:
     """A configuration with everything derived from it on this machine.
 
     Attributes:
-        layout: of each pipeline. codecs: for its boundaries; activations: policies of saved activations, by stage.
+        layout: of each pipeline. codecs: for its boundaries; anchor: of these, if there is one.
+        activations: policies of saved activations, by stage.
         storage: codec of stored gradients, if any; all_reduce: codec of gradients between pipelines;
             tied_rows: codec of a tied embedding's rows.
         vocab: entries of the embedding. identity: everything that losses depend on (`lowbit_run.train.identity`).
@@ -59,6 +70,7 @@ class Prepared:
     config: TrainConfig
     layout: PipelineLayout
     codecs: Codecs
+    anchor: TokenAnchor | None
     activations: Policies
     storage: Codec | None
     all_reduce: Codec
@@ -129,8 +141,9 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together
         _check_resume(config, identity)
     return Prepared(
-        config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
-        tied_rows=tied_rows, data=data, vocab=vocab, device=device, backend=backend, identity=identity,
+        config=config, layout=layout, codecs=codecs, anchor=_anchor(config, layout, codecs, vocab),
+        activations=activations, storage=storage, all_reduce=all_reduce, tied_rows=tied_rows, data=data, vocab=vocab,
+        device=device, backend=backend, identity=identity,
     )  # fmt: skip
 
 
@@ -144,6 +157,25 @@ def on_date(prepared: Prepared, date: str) -> Prepared:
     data = _load(prepared.config, date)
     identity = run_identity(prepared.config, data=data, vocab=prepared.vocab)
     return replace(prepared, data=data, identity=identity)
+
+
+def _anchor(config: TrainConfig, layout: PipelineLayout, codecs: Codecs, vocab: int) -> TokenAnchor | None:
+    """Return the token anchor of a run, with the embedding that its model begins with; None without one."""
+    if not config.pipeline.anchor or layout.ranks == 1:
+        return None
+    if not config.codec_warmup_steps:
+        default = "" if config.pipeline.warmup_steps == 0 else f", a quarter of run.steps ({config.run.steps})"
+        raise ConfigError(
+            f"pipeline.anchor is true and pipeline.warmup_steps is 0{default}; allowed: at least 1, since anchors are "
+            "fitted to what crosses in these steps"
+        )
+    if not config.pipeline.is_auto and all(codec.is_plain for codec in codecs.forward):
+        raise ConfigError(
+            f"pipeline.anchor is true and pipeline.forward is {list(config.pipeline.forward)}, where it has no effect; "
+            "allowed: with a format that codes, such as transform, or auto"
+        )
+    exact = hugging_face_config(config.model, vocab=vocab, sequence=config.data.sequence)
+    return TokenAnchor(embedding=read_embedding(config.model.pretrained, exact, vocab=vocab))
 
 
 def _check_codec(name: str, codec: Codec, shape: tuple[int, ...] | None) -> None:

@@ -236,6 +236,35 @@ def same_tensors(folder: str, *names: str) -> bool:
     return torch.equal(first, second)
 
 
+def read_embedding(folder: str, config: Any, *, vocab: int) -> torch.Tensor:
+    """Return the embedding of a folder that `check_weights` accepts, (vocabulary, width) in the dtype of its file.
+
+    Nothing is read yet: the file is mapped into memory, and a row is read when it is used.
+
+    Args:
+        config: Transformers' configuration of the model. vocab: number of rows that are needed.
+
+    Raises:
+        ConfigError: it is quantized, or has fewer rows.
+    """
+    from transformers import AutoModelForCausalLM
+
+    setting, stored = f"model.pretrained is {folder!r}", check_files(folder, "model.pretrained")
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    weight = model.get_input_embeddings().weight
+    same = [name for name, each in model.named_parameters(remove_duplicate=False) if each is weight]  # tied: two
+    uses = _uses(model, dict.fromkeys(model.state_dict(), ()), stored)
+    source = next(source for name in same for source, names in uses.items() if name in names)
+    shape, dtype = stored[source]
+    if dtype not in _FLOATS or len(shape) != 2 or shape[0] < vocab:
+        raise ConfigError(
+            f"pipeline.anchor is true and {setting}, whose embedding {source} is {dtype} {shape}; "
+            f"allowed: at least {vocab} rows in floating point"
+        )
+    return _read(Path(folder), source)
+
+
 def _read(folder: Path, name: str) -> torch.Tensor:
     """Return one tensor of a folder that `check_files` accepts."""
     from safetensors import safe_open

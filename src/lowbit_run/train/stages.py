@@ -32,7 +32,7 @@ class Pipeline:
         storage: holds the gradients instead of `.grad`; the schedule then does not divide them by the micro-batches.
 
     Attributes:
-        width: elements of an activation.
+        width: elements of an activation. anchor: of all stages, or None.
         followed: copies of parameters that follow another rank of this pipeline, by name; equal on both ranks.
     """
 
@@ -45,6 +45,7 @@ class Pipeline:
     ) -> None:
         self.config, self.layout, self.modules, self.codecs = prepared.config, prepared.layout, modules, prepared.codecs
         self.device, self._group, self.width = prepared.device, group, next(iter(modules.values())).width
+        self.anchor = prepared.anchor
         self._loss = _Loss()  # a method of this object would keep it alive in a cycle with the schedule
         self.stages = [self._stage(index) for index in modules]
         if self.config.checkpoints:
@@ -93,6 +94,7 @@ class Pipeline:
         losses: list[Tensor] = []
         for stage in self.lowbit_stages.values():
             stage.set_samples(ids)
+            stage.set_tokens(inputs)
             stage.traffic.reset()
         whole = self.config.pipeline.microbatches * self.config.pipeline.data_parallel
         self._loss.learned = None if learned is None else learned / whole
@@ -147,6 +149,7 @@ class Pipeline:
             warmup_steps=self.config.codec_warmup_steps,
             timeout=self.config.run.timeout_seconds,
             checksums=self.config.run.checksums,
+            anchor=self.anchor,
         )
 
     def _compile_kernels(self) -> None:

@@ -129,6 +129,20 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(ranks: Ranks, after: i
     assert len(again) == (STEPS - after) * toy.MICRO_BATCHES
 
 
+def from_plain(codec: Codec) -> list[Tensor]:
+    """Losses of a run whose warm-up is over when its format changes."""
+    run = pipeline(**make(forward=codec))
+    train(run, range(WARM))
+    for stage in run.stages:
+        stage.set_codecs(INT4, INT6)
+    return train(run, range(WARM, STEPS))
+
+
+def test_fits_are_there_when_a_plain_format_changes_to_another(ranks: Ranks):
+    plain, other = (ranks.run(from_plain, codec)[1] for codec in (FP32, INT4))
+    assert toy.same(plain, other)
+
+
 def contradicting(kind: str) -> Any:
     run = pipeline(**make(forward=INT4))
     train(run, range(2))

@@ -45,7 +45,7 @@ _Layout = TypedDict(
 
 class _Codec(TypedDict):
     after_layer: int
-    direction: Literal["forward", "backward"]
+    direction: Literal["forward", "backward", "anchor"]
     outgoing: bool
     codec: str
     values: dict[str, Any]

@@ -21,7 +21,7 @@ from lowbit.wire.messages import Messages, gather_json
 from lowbit_run.train.checkpoints.manifest import NO_CHECKPOINT, TENSORS, Manifest, step_name
 from lowbit_run.train.checkpoints.save import DTYPES, Checkpoints, raise_everywhere, together
 from lowbit_run.train.checkpoints.search import SavedStep, Search
-from lowbit_run.train.checkpoints.state import FOLLOWED, End, aliases_of, ends_of, parameters_of, restore
+from lowbit_run.train.checkpoints.state import ANCHOR, FOLLOWED, End, aliases_of, ends_of, parameters_of, restore
 from lowbit_run.train.config import RunConfig
 from lowbit_run.train.identity import Change, changes_between, refuse
 from lowbit_run.train.stages import Pipeline
@@ -184,13 +184,20 @@ class _Sources:
         pipeline = self._pipeline
         in_warm_up = self._saved.step < pipeline.config.codec_warmup_steps
         for stage in range(pipeline.layout.stages):  # all, so that every rank yields the same boundaries
-            for lane, end, codec in ends_of(pipeline.layout, pipeline.codecs, stage):
+            for lane, end, codec in ends_of(pipeline, stage):
                 memory = self._memory_for(end, codec)
                 if stage in pipeline.modules and memory is not None:
                     self._lanes[lane] = memory
                 if in_warm_up or not pipeline.layout.crosses(int(lane.split()[1])):
                     continue
-                if parse(codec).stateful and memory is None:
+                if memory is None and end.direction == ANCHOR:
+                    more = self._saved.step + pipeline.config.anchor_steps
+                    self._note_problem(
+                        f"it has no token anchor after layer {end.after_layer}, where a boundary is now; allowed: "
+                        f"--pipeline.warmup_steps {more} --allow-change pipeline.warmup_steps, to fit anchors again, "
+                        "or the earlier stages"
+                    )
+                elif memory is None and parse(codec).stateful:
                     yield lane
 
     def _memory_for(self, end: End, codec: str) -> "_Memory | None":
@@ -199,15 +206,20 @@ class _Sources:
         for replica in replicas:
             memories = self._memories[replica]
             # Both ends: a codec with state on one side only would decode garbage.
-            if end in memories and end.other in memories and self._fits(memories[end], codec):
+            if end in memories and end.other in memories and self._fits(memories[end], codec, end):
                 return memories[end]
         return None
 
-    def _fits(self, memory: "_Memory", codec: str) -> bool:
+    def _fits(self, memory: "_Memory", codec: str, end: End) -> bool:
         """Whether a codec can use a memory: the same format and, unless shapes share a memory, the same shape."""
+        config, first = self._pipeline.config, self._saved.first
+        if end.direction == ANCHOR:
+            return memory.codec == codec
         if not _same(memory.codec, codec):
             return False
-        config, first, parsed = self._pipeline.config, self._saved.first, parse(codec)
+        if end.direction == "forward" and first.identity.get("pipeline.anchor", False) != config.pipeline.anchor:
+            return False  # it is of other activations: of what anchors leave, or of all
+        parsed = parse(codec)
         rows, sequence = config.rows, config.data.sequence
         if (first.layout["rows"], first.identity.get("data.sequence")) == (rows, sequence):
             return True

@@ -3,7 +3,7 @@
 model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
 random/cpu, random/cuda               generators of the rank
 tied/NAME                             a tied embedding as the first stage has it, at both ends of the pipeline
-codecs/after layer 3 forward out/...  state of the codec at one end of a boundary
+codecs/after layer 3 forward out/...  state of the codec at one end of a boundary; "anchor": of its token anchor
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit_run.train.boundaries import Codecs
-from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.optim import parts_of, state_of
 from lowbit_run.train.stages import Pipeline
 
 FOLLOWED = "tied/"
+ANCHOR = "anchor"  # the direction of a boundary's token anchor
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,9 @@ class End:
         return End(self.after_layer, self.direction, not self.outgoing)
 
 
-def ends_of(layout: PipelineLayout, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
-    """Yield lane name, end and full format for each direction of each boundary of a stage."""
+def ends_of(pipeline: Pipeline, stage: int) -> Iterator[tuple[str, End, str]]:
+    """Yield lane name, end and full format for each direction of each boundary of a stage, and for token anchors."""
+    layout, codecs = pipeline.layout, pipeline.codecs
     for boundary in (stage - 1, stage):
         if not 0 <= boundary < layout.stages - 1:
             continue
@@ -50,6 +50,8 @@ def ends_of(layout: PipelineLayout, codecs: Codecs, stage: int) -> Iterator[tupl
         for direction, of_boundaries in (("forward", codecs.forward), ("backward", codecs.backward)):
             outgoing = (direction == "forward") == (boundary == stage)
             yield f"boundary {boundary} {direction}", End(after, direction, outgoing), repr(of_boundaries[boundary])
+        if pipeline.anchor is not None:
+            yield f"boundary {boundary} {ANCHOR}", End(after, ANCHOR, boundary == stage), repr(pipeline.anchor)
 
 
 def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -69,8 +71,10 @@ def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[dict[
             tensors |= {f"optimizer/{name}/{key}{part}": tensor for part, tensor in parts_of(value).items()}
     codecs = []
     for index, stage in pipeline.lowbit_stages.items():
-        lanes = stage.codec_state_dict()["lanes"]
-        for lane, end, codec in ends_of(pipeline.layout, pipeline.codecs, index):
+        state = stage.codec_state_dict()
+        anchors = {_renamed(lane): fits for lane, fits in state.get("anchors", {}).items() if fits}
+        lanes = state["lanes"] | anchors
+        for lane, end, codec in ends_of(pipeline, index):
             if lane in lanes:
                 flat = flatten(lanes[lane])
                 tensors |= {end.prefix + path: value for path, value in flat.items() if isinstance(value, Tensor)}
@@ -99,9 +103,10 @@ def restore(
     if "random/cuda" in tensors and pipeline.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], pipeline.device)
     for index, stage in pipeline.lowbit_stages.items():
-        names = [name for name, _, _ in ends_of(pipeline.layout, pipeline.codecs, index)]
+        names = [name for name, _, _ in ends_of(pipeline, index)]
         states = {name: unflatten(lanes[name]) for name in names if name in lanes}
-        stage.load_codec_state_dict({"steps": steps, "lanes": states})
+        anchors = {_renamed(name): states.pop(name) for name in list(states) if name.endswith(ANCHOR)}
+        stage.load_codec_state_dict({"steps": steps, "lanes": states, "anchors": anchors})
     for name, followed in pipeline.followed.items():
         if FOLLOWED + name in tensors:
             followed.copy_(tensors[FOLLOWED + name])
@@ -114,6 +119,12 @@ def restore(
                 moment, slash, part = key.removeprefix(prefix).partition("/")
                 moments.setdefault(moment, {})[slash + part] = tensor.to(parameter.device)
         optimizer.state[parameter] = {moment: state_of(parts) for moment, parts in moments.items()}
+
+
+def _renamed(lane: str) -> str:
+    """Turn the name of an anchor's lane as the library has it, that of activations, into its name here, and back."""
+    before, _, direction = lane.rpartition(" ")
+    return f"{before} {'forward' if direction == ANCHOR else ANCHOR}"
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, nn.Parameter]:
