@@ -6,6 +6,7 @@ the ids, from tensors that cross at full precision, and code only what it leaves
 V: vocabulary, F: features (an embedding's, after a constant), C: channels, R: tokens
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +124,7 @@ class Fit:
         self._tokens, self._energy = 0, 0.0  # in the sums, both
         self._seen: Tensor | None = None  # bool (V,): tokens in the sums
         self._stale = True  # the sums have changed
+        self._was_useful: bool | None = None  # the last time, as the log says
         self._weights: Tensor | None = None  # bfloat16 (F, C)
         self._forget()
 
@@ -227,18 +229,20 @@ class Fit:
         self._used = 0
 
     def _solve(self) -> None:
-        self._stale, before = False, self._weights is not None
+        self._stale = False
         if self._sums is None:
             if not self._anchor.renew:
                 log.warning("%s: token anchor is off: no activations crossed exactly with token ids", self._name)
             return
         weights, left = self._fitted()
         useful = left <= MOST_LEFT
-        if not before or not useful:
-            log.info(
+        if useful != self._was_useful:
+            log.log(
+                logging.INFO if useful else logging.WARNING,
                 "%s: token anchor is %s: tokens leave %.0f %% of the activations' energy",
                 self._name, "on" if useful else "off", 100 * left,
             )  # fmt: skip
+        self._was_useful = useful
         self._weights = weights if useful else None
         self._forget()
         if self._anchor.renew:

@@ -232,16 +232,19 @@ def test_both_ends_get_the_same_bits_whatever_their_threads_and_order_of_tokens(
 
 def test_a_fit_is_off_until_it_pays(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "lowbit.pipeline.anchors")
-    none, silent = a_fit(), a_fit()
+    none, silent = a_fit(), a_fit(renew=1)
     ids, x = spoken(4096)
     silent.learn(ids, torch.randn_like(x))
     assert none.predict(ids) is None
-    assert silent.predict(ids) is None
+    for step in range(3):  # and said once
+        assert silent.predict(ids) is None
+        silent.learn(ids, torch.randn(x.shape, generator=torch.Generator().manual_seed(step)))
     assert caplog.messages == [
         "here: token anchor is off: no activations crossed exactly with token ids",
         "here: token anchor is off: tokens leave 100 % of the activations' energy",
     ]
-    assert none.nbytes() == silent.nbytes() == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert none.nbytes() == 0
 
 
 def test_passes_without_ids_are_said_once(caplog: pytest.LogCaptureFixture):
