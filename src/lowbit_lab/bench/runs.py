@@ -136,7 +136,7 @@ def check_samples(settings: Any) -> None:
 def check_recipes(settings: Any, pipeline: PipelineConfig) -> None:
     """Check that a training run with every boundary can start, on the device of the settings."""
     unused = PipelineConfig()
-    for name in ("data_parallel", "forward", "backward", "warmup_steps"):
+    for name in ("data_parallel", "forward", "backward", "warmup_steps", "anchor"):
         if getattr(pipeline, name) != getattr(unused, name):
             raise ConfigError(f"pipeline.{name} is {getattr(pipeline, name)!r}; allowed: formats, in `boundaries`")
     if pipeline.ranks < 2:

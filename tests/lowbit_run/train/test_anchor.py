@@ -129,10 +129,10 @@ def test_only_steps_after_the_warm_up_change(ranks: Ranks, tmp_path: Path, make:
     assert found[WARM] != plain[WARM]
 
 
-@pytest.mark.parametrize("after", [1, 3], ids=["in the warm-up", "later"])
-def test_a_run_that_resumes_is_the_same(ranks: Ranks, tmp_path: Path, after: int):
+@pytest.mark.parametrize(("after", "forward"), [(1, "int4"), (3, "transform")], ids=["in the warm-up", "later"])
+def test_a_run_that_resumes_is_the_same(ranks: Ranks, tmp_path: Path, after: int, forward: str):
     """Evaluations between the steps change nothing either."""
-    formats = {"forward": "transform", "backward": []}
+    formats = {"forward": forward, "backward": []}
     whole = anchored(tmp_path / "whole", pipeline=formats, run={"steps": 5})
     ranks.run(losses, whole, timeout=LIMIT)
     parts = anchored(tmp_path / "parts", pipeline=formats, run={"steps": 5, "eval_every": 1, "checkpoint_every": 1})
