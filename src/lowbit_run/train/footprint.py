@@ -133,13 +133,14 @@ def model_bytes(config: TrainConfig, *, vocab: int, autocast: torch.dtype | None
     if model.get_output_embeddings().weight is embedding.weight:
         tied = count("", embedding, embedding.weight)
         rows = 4 * embedding.weight.numel() if tied.gradients and config.pipeline.tied_rows != FULL_PRECISION else 0
-    anchor = _anchor_bytes(config, *embedding.weight.shape, model.config.hidden_size)
+    anchor = _anchor_bytes(config, embedding.weight, model.config.hidden_size)
     return ModelBytes(layers=tuple(each), first=first, last=last, tied=tied, rows=rows, anchor=anchor)
 
 
-def _anchor_bytes(config: TrainConfig, vocab: int, features: int, width: int) -> tuple[int, int, int]:
+def _anchor_bytes(config: TrainConfig, embedding: Tensor, width: int) -> tuple[int, int, int]:
     if not config.pipeline.anchor:
         return 0, 0, 0
+    vocab, features = embedding.shape
     columns, seen = features + 1, expected_rows(config.run.steps * config.step_tokens, vocab)
     sums, weights = 4 * columns * (columns + width) + 9 * vocab, 2 * columns * width  # with tokens' places
     solving = 8 * columns * (3 * columns + 5 * width)  # in float64: sums, factor and inverse, and the weights
