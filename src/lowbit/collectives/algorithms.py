@@ -148,9 +148,7 @@ def _two_shot(
             exchange.send(shards.chunks + k)
         if 0 <= (k := turn - 2 * AHEAD) < shards.chunks:
             for source in range(ranks):
-                piece = shards.piece(source, k)
-                if piece.stop > piece.start:
-                    take(piece, exchange.take(shards.chunks + k, source))
+                take(shards.piece(source, k), exchange.take(shards.chunks + k, source))
 
 
 def one_shot(
@@ -199,9 +197,7 @@ def _open_scatter(codec: Summable, exchange: PayloadExchange, shards: Shards) ->
 def _scatter(put: Put, exchange: PayloadExchange, shards: Shards, k: int) -> None:
     for step in range(1, exchange.ranks + 1):  # each rank begins with its successor and ends with itself
         to = (exchange.rank + step) % exchange.ranks
-        piece = shards.piece(to, k)
-        if piece.stop > piece.start:
-            put(piece, exchange.box(k, to))
+        put(shards.piece(to, k), exchange.box(k, to))
         exchange.send(k, to)
 
 
