@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
-from lowbit.collectives import PeerError, agree
+from lowbit.collectives import AgreementError, PeerError, agree
 from lowbit.wire.agreement import Agreement
 from lowbit.wire.pytorch import default_group
 from tests.distant import distant
@@ -119,6 +119,20 @@ def test_a_rank_that_gives_up_ends_the_wait_of_the_others(ranks: Ranks):
     outcomes = toy.timely(ranks, gives_up, 1, count=3)
     assert outcomes.pop(1) is None
     assert [(o.kind, o.text) for o in outcomes] == [("AgreementError", "no room")] * 2
+
+
+@on_ranks(1)
+def test_the_rank_with_the_store_stays_no_longer_than_others_read() -> None:
+    store = PrefixStore("group", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    with (
+        mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store),
+        mock.patch("lowbit.wire.agreement._LINGER", 60.0),
+    ):
+        agreement, start = Agreement(default_group(), "topic", 60), time.monotonic()
+        agreement.give_up("no room")
+        with pytest.raises(AgreementError, match="no room"):
+            agreement.exchange({}, [])
+        assert time.monotonic() - start < 20
 
 
 LOG = "lowbit/agreement/configuration/0"

@@ -105,3 +105,9 @@ def test_only_notes_that_a_rank_signed_count_and_are_given_in_printable_characte
             assert (rank, text.split(" (")[0]) == (1, "host 1 closed its connection"), written
     note = signed(rank=1, reason="no \x1b[31mroom\x9b")
     assert blame_after(note) == (1, "host 1 gave up: no \\x1b[31mroom\\x9b")
+
+
+@on_ranks(1)
+def test_notes_in_a_group_of_several_runs_belong_to_no_attempt() -> None:
+    with mock.patch.object(failure, "is_known", return_value=False):
+        assert blame_after(signed(attempt="", rank=1, reason="no room")) == (1, "host 1 gave up: no room")
