@@ -160,6 +160,7 @@ def refusals(path: str) -> list[str]:
         (install(path, Toy().half()), CalibrationError, another),
         (lambda: coded(path, small=0)(ids()), RuntimeError, "layers.0.attn.*no_grad"),
         (lambda: tensor_parallel_(tensor_parallel_(Toy())), ValueError, "already"),
+        (lambda: tensor_parallel_(llama(key_value_heads=1)), ValueError, "num_key_value_heads 1; allowed: a divisor"),
         (
             lambda: low_bit_(coded(path, small=0), path), ValueError,
             r"layers.0.attn.o adds up .* in few bits already.*remove\(\)",
