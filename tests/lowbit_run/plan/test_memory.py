@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from lowbit.activations import LayerAware, LayerPlan, compress_saved_
 from lowbit.activations.layer_plan import PLANNED
 from lowbit_run.config import build
-from lowbit_run.plan.memory import COMMAND, MemorySettings, StageMeter
+from lowbit_run.plan.memory import COMMAND, MemorySettings, StageMeter, sample_model
 from lowbit_run.plan.sizes import parse_bytes
 from lowbit_run.report import execute, run
 from lowbit_run.train import TrainConfig
@@ -124,6 +125,12 @@ def test_dropout_saves_masks_but_does_not_blur_errors():
     plain, dropping = (run(COMMAND, tiny(model={**gpt2, "dropout": p})).rows[0] for p in (0.0, 0.1))
     assert dropping["int4_bytes"] > plain["int4_bytes"]
     assert dropping["error_int4"] == plain["error_int4"]
+
+
+def test_errors_are_of_one_short_sample():
+    with mock.patch("lowbit_run.plan.memory.model_loss") as loss:
+        sample_model(tiny())[1]()
+    assert loss.call_args.args[1].shape == (1, 32)
 
 
 def test_budgets_are_written_with_their_unit():
