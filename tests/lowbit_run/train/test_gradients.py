@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from lowbit.gradients import GradientStorage
 from lowbit.gradients.stored import StoredGradient
@@ -79,6 +80,13 @@ def test_nan_stops_the_run_before_the_weights(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RuntimeError, match="step 2: .*the norm of the gradients nan"):
         train(config)
     assert all(torch.equal(a, b) for a, b in zip(*weights[-1], strict=True))
+
+
+def test_a_gradient_that_only_other_replicas_have_is_averaged():
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 2)]
+    parameters[1].grad = torch.ones(2)
+    Gradients(parameters, None, others=[]).average(lambda flat: mock.Mock(flat=flat.add_(1)))
+    assert [p.grad.tolist() for p in parameters if p.grad is not None] == [[1.0] * 3, [2.0] * 2]
 
 
 TWO = {"ranks": 2, "data_parallel": 2, "microbatches": 2}
