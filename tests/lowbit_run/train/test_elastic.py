@@ -118,6 +118,16 @@ def test_a_replica_of_two_stages_dies_and_returns(tmp_path: Path, start: Callabl
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+def test_a_replica_that_returns_alone_goes_on_after_its_checkpoint(tmp_path: Path, start: Callable[..., Replica]):
+    alone = {"elastic.at_least": 1}
+    replica = start("a", alone)
+    await_steps(tmp_path, "a", 15, replica)
+    replica.kill_all()
+    replica = start("a", alone)
+    assert replica.wait(200) == 0, replica.printed
+    assert [line["step"] for line in lines_of(tmp_path, "a")] == list(range(1, 41))
+
+
 def test_a_replica_with_another_learning_rate_ends_and_says_why(tmp_path: Path, start: Callable[..., Replica]):
     more = {"elastic.at_least": 1, "run.steps": 100_000}
     first = start("a", more)
