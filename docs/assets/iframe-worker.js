@@ -7,10 +7,12 @@ if (location.protocol === "file:") {
       const frame = document.body.appendChild(document.createElement("iframe"));
       frame.hidden = true;
       this.inside = frame.contentWindow;
-      const load = (url) => new Promise((loaded) => {
+      frame.contentDocument.open().close();  // or Firefox replaces the document, and what is in it, later
+      const load = (url) => new Promise((loaded, failed) => {
         const script = frame.contentDocument.createElement("script");
         script.src = url;
         script.onload = loaded;
+        script.onerror = failed;
         frame.contentDocument.head.append(script);
       });
       this.inside.importScripts = (...urls) => urls.reduce((before, url) => before.then(() => load(url)), Promise.resolve());

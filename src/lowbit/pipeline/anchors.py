@@ -173,6 +173,8 @@ class Fit:
             self._places[new] = torch.arange(used, needed)
             self._used, places = needed, self._places[ids]
         found = self._table.index_select(0, places.flatten().to(self._device))
+        if found.is_cuda:  # passes outside the schedule use another stream, which may free or have made the table
+            self._table.record_stream(torch.cuda.current_stream(self._device))
         return found.float().view(*ids.shape, -1)  # arithmetic with mixed dtypes is slow on CPUs
 
     def nbytes(self) -> int:
@@ -206,6 +208,8 @@ class Fit:
         for name in sorted(numbers & state.keys()):
             if not isinstance(state[name], int | float) or not 0 <= state[name] < torch.inf:
                 wrong = f"{name} {shown(state[name])}; allowed: a number from 0"
+        if ("sums" in state) != ("seen" in state) or ("sums" in state and not state.get("tokens")):
+            wrong = wrong or "sums, seen or tokens without the others"
         if wrong:
             raise ValueError(f"{self._name}: state has {wrong}")
         self._weights, self._sums, self._seen = (
@@ -218,8 +222,9 @@ class Fit:
     def digest(self) -> str:
         """Return what must be equal at both ends."""
         digest = xxhash.xxh3_64(f"{self._tokens} {self._stale}".encode())
-        if self._weights is not None:
-            digest.update(self._weights.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for x in (self._weights, self._sums):
+            if x is not None:
+                digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def _forget(self) -> None:
@@ -259,7 +264,9 @@ class Fit:
         # An embedding of zeros says nothing, and leaves the mean.
         penalty = torch.full_like(products[0], max(float(products.diagonal()[1:].sum()) / self._tokens, 1e-30))
         penalty[0] = 0
-        factor = torch.linalg.cholesky(products + penalty.diag())
+        factor, fault = torch.linalg.cholesky_ex(products + penalty.diag())
+        if fault or not self._energy:  # of a state that nobody fitted, or of zeros
+            return torch.zeros_like(targets, dtype=torch.bfloat16), 1.0
         weights = torch.cholesky_solve(targets, factor).bfloat16()
         own = weights.double()
         left = 1 + float((own * (products @ own - 2 * targets)).sum()) / self._energy

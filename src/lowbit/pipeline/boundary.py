@@ -289,7 +289,7 @@ def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.d
     if codec.needs_key:
         sender.samples = receiver.samples = range(shape[0])
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        # Zeros have no directions, for which some kernels are, and would leave many states as they were.
+        # Not zeros: kernels for directions would not run, and many codecs' states would not change.
         x = torch.linspace(-1, 1, shape.numel(), device=device).view(shape).to(dtype)
         for _ in range(2 if codec.needs_key else 1):  # a sample that returns is coded differently
             receiver.decode(sender.encode(x))

@@ -146,6 +146,8 @@ class Lanes:
             self.changed = False  # the ranks have agreed on it
             self._expected = {key for key in self._expected if key[1:] != now}
             self.steps += configuration.training
+            if self.anchor is not None and configuration.training and self.steps == self.warmup_steps:
+                self.changed = True  # in the next pass, the ends of boundaries compare their fits, which are final then
 
     def send(self, direction: Direction, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         lane = self._lanes[direction, True]

@@ -116,7 +116,7 @@ class Passes:
             stage.lanes.drain()
         likely, again = self._last[batch.training, batch.micro_batches]
         # Only a configuration that repeats: a receive that is posted in vain takes memory until its message comes.
-        if again and ahead:
+        if again and ahead and not any(stage.lanes.changed for stage in self._stages):
             for stage in self._stages:
                 stage.lanes.use(likely, ahead=True)
 

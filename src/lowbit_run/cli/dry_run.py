@@ -71,7 +71,7 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     yield from _grouped(name, lines)
     if layout.stages > 1:
         first = min(config.codec_warmup_steps, config.run.steps)
-        fitted = f", for token anchors: {first * config.step_tokens:,} tokens" if prepared.anchor else ""
+        fitted = f", for token anchors: {config.warmup_tokens:,} tokens" if prepared.anchor else ""
         yield "warm-up", f"{first} of {config.run.steps} steps at full precision{fitted}"
         if (nats := wanted_nats(prepared.codecs)) is not None:
             checks = ", ".join(str(config.codec_warmup_steps + after) for after in AFTER)

@@ -349,6 +349,7 @@ class StageMeter:
         cost, plain = self._measured[kind].with_layers(len(layout.layers_of(stage)))
         first, last = kind
         fixed = self.kept.stage(layout.layers_of(stage), first=first, last=last).total
+        fixed += self.kept.anchors(layout, [stage])
         return replace(cost, fixed=fixed), plain
 
     def module(self, layers: int, first: bool, last: bool) -> StageModule:

@@ -50,10 +50,11 @@ class PipelineChoice:
         pairs = [text.partition(" / ") for text in self.formats]
         backward = tuple(second for _, _, second in pairs)
         given = tuple(second or repr(parse_pair(text)[1]) for text, second in zip(self.formats, backward, strict=True))
+        codes = not all(parse_pair(text)[0].is_plain for text in self.formats)
         return replace(
             base, ranks=ranks, data_parallel=1, stages_per_rank=self.stages_per_rank, layers=self.layers,
             schedule=self.schedule, microbatches=self.microbatches, forward=tuple(first for first, _, _ in pairs),
-            backward=given if any(backward) else (),
+            backward=given if any(backward) else (), anchor=base.anchor and codes,
         )  # fmt: skip
 
 

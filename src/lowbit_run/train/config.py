@@ -28,8 +28,7 @@ FAMILIES = get_args(Family)
 FULL_PRECISION, AUTO = "fp32", "auto"
 Method = Literal["none", "agoq"]
 ANCHOR_TOKENS = 32_768
-"""Tokens of a warm-up to which token anchors are fitted: after 31,000 they help, after 3,000 hardly
-(docs/results/convergence.md)."""
+"""Tokens of a warm-up to which token anchors are fitted: after 31,000 they help (docs/results/convergence.md)."""
 METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {},
     "agoq": {
@@ -502,12 +501,18 @@ class TrainConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of each pipeline in a step."""
-        return self.rows * self.pipeline.microbatches * self.data.sequence
+        """Tokens of all pipelines in a step."""
+        return self.data.batch * self.data.sequence
+
+    @property
+    def warmup_tokens(self) -> int:
+        """Tokens of each pipeline in the warm-up."""
+        steps = min(self.codec_warmup_steps, self.run.steps)
+        return steps * self.step_tokens // self.pipeline.data_parallel
 
     @property
     def anchor_steps(self) -> int:
-        """Steps whose tokens suffice to fit token anchors."""
+        """Steps whose tokens suffice to fit token anchors; the same for any number of pipelines, which may change."""
         return -(-ANCHOR_TOKENS // self.step_tokens)
 
     def check_given(self, typed: Iterable[str]) -> None:

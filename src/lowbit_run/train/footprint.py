@@ -101,9 +101,13 @@ class ModelBytes:
                 total = replace(total, optimizer=total.optimizer - self.tied.optimizer)
             if last in stages:
                 total = replace(total, weights=total.weights + self.rows)
-        sides = (side for s in stages for side in (s - 1, s) if 0 <= side < last)
+        return replace(total, anchors=self.anchors(layout, stages))
+
+    def anchors(self, layout: PipelineLayout, stages: Iterable[int]) -> int:
+        """Bytes of token anchors at the ends of the boundaries of stages of one rank, when they take most."""
+        sides = (side for s in stages for side in (s - 1, s) if 0 <= side < layout.stages - 1)
         ends, (first, solving, later) = sum(layout.crosses(side) for side in sides), self.anchor
-        return replace(total, anchors=max(ends * first + solving, ends * later)) if ends else total
+        return max(ends * first + solving, ends * later) if ends else 0
 
 
 @functools.lru_cache(maxsize=8)

@@ -130,6 +130,8 @@ class Run:
         try:
             self.observers.open(start)
             self.saves.stop_if_asked(start)
+            if self.members.rank == 0 and self.members.prepared.anchor and start < self.config.codec_warmup_steps:
+                self._log_anchor()
             before = {} if start else self._look_at_untrained()
             tracing = Tracing(self.members, trainer.pipeline, self.folder, start) if run.trace else None
             if auto is not None and auto.choice is not None:  # from the checkpoint
@@ -178,13 +180,6 @@ class Run:
         prepared, model = self.members.prepared, self.trainer.model.config
         for note in prepared.data.notes:
             log.warning("%s", note)
-        if prepared.anchor is not None:
-            steps, few = self.config.codec_warmup_steps, f"; with fewer than {ANCHOR_TOKENS:,}, they help less"
-            tokens = steps * self.config.step_tokens
-            log.warning(
-                "pipeline.anchor: the warm-up has %d of %d steps, and token anchors are fitted to its %s tokens%s",
-                steps, self.config.run.steps, f"{tokens:,}", few * (tokens < ANCHOR_TOKENS),
-            )  # fmt: skip
         if self.config.activations.plan and prepared.autocast is None:
             log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
         if prepared.identity["model.tied"] is True and not model.tie_word_embeddings:
@@ -192,6 +187,14 @@ class Run:
                 "model.pretrained is %r, which ties embedding and output matrix, but has two different ones: both "
                 "are trained, and saved as two", self.config.model.pretrained,
             )  # fmt: skip
+
+    def _log_anchor(self) -> None:
+        config = self.config
+        tokens, few = config.warmup_tokens, f"; with fewer than {ANCHOR_TOKENS:,}, they help less"
+        log.warning(
+            "pipeline.anchor: the warm-up has %d of %d steps, and token anchors are fitted to its %s tokens%s",
+            config.codec_warmup_steps, config.run.steps, f"{tokens:,}", few * (tokens < ANCHOR_TOKENS),
+        )  # fmt: skip
 
     def _evaluate(self, step: int, *, with_codecs: bool = True) -> dict[str, float]:
         sent = evaluation_bytes()

@@ -101,12 +101,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     for direction in ("forward", "backward"):
         for codec in getattr(codecs, direction):
             _check_codec(f"pipeline.{direction}", codec, shape)
-    for (direction, _), goal in codecs.goals.items():
-        if not config.codec_warmup_steps:
-            raise ConfigError(
-                f"pipeline.warmup_steps is 0, and pipeline.{direction} has {goal}, whose rate is chosen in the last of "
-                "these steps; allowed: at least 1"
-            )
+    _check_warmup(config, layout, codecs)
     check_elastic(config, codecs.goals.values())
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
@@ -141,7 +136,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together
         _check_resume(config, identity)
     return Prepared(
-        config=config, layout=layout, codecs=codecs, anchor=_anchor(config, layout, codecs, vocab),
+        config=config, layout=layout, codecs=codecs, anchor=_anchor(config, layout, vocab),
         activations=activations, storage=storage, all_reduce=all_reduce, tied_rows=tied_rows, data=data, vocab=vocab,
         device=device, backend=backend, identity=identity,
     )  # fmt: skip
@@ -159,10 +154,16 @@ def on_date(prepared: Prepared, date: str) -> Prepared:
     return replace(prepared, data=data, identity=identity)
 
 
-def _anchor(config: TrainConfig, layout: PipelineLayout, codecs: Codecs, vocab: int) -> TokenAnchor | None:
-    """Return the token anchor of a run, with the embedding that its model begins with; None without one."""
+def _check_warmup(config: TrainConfig, layout: PipelineLayout, codecs: Codecs) -> None:
+    """Check what needs steps at full precision: rates that are chosen, and token anchors."""
+    for (direction, _), goal in codecs.goals.items():
+        if not config.codec_warmup_steps:
+            raise ConfigError(
+                f"pipeline.warmup_steps is 0, and pipeline.{direction} has {goal}, whose rate is chosen in the last of "
+                "these steps; allowed: at least 1"
+            )
     if not config.pipeline.anchor or layout.ranks == 1:
-        return None
+        return
     if not config.codec_warmup_steps:
         default = "" if config.pipeline.warmup_steps == 0 else f", a quarter of run.steps ({config.run.steps})"
         raise ConfigError(
@@ -174,6 +175,12 @@ def _anchor(config: TrainConfig, layout: PipelineLayout, codecs: Codecs, vocab: 
             f"pipeline.anchor is true and pipeline.forward is {list(config.pipeline.forward)}, where it has no effect; "
             "allowed: with a format that codes, such as transform, or auto"
         )
+
+
+def _anchor(config: TrainConfig, layout: PipelineLayout, vocab: int) -> TokenAnchor | None:
+    """Return the token anchor of a run, with the embedding that its model begins with; None without one."""
+    if not config.pipeline.anchor or layout.ranks == 1:
+        return None
     exact = hugging_face_config(config.model, vocab=vocab, sequence=config.data.sequence)
     return TokenAnchor(embedding=read_embedding(config.model.pretrained, exact, vocab=vocab))
 

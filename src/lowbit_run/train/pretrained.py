@@ -262,7 +262,7 @@ def read_embedding(folder: str, config: Any, *, vocab: int) -> torch.Tensor:
             f"pipeline.anchor is true and {setting}, whose embedding {source} is {dtype} {shape}; "
             f"allowed: at least {vocab} rows in floating point"
         )
-    return _read(Path(folder), source)
+    return _read(Path(folder), source).detach()  # a file of pickled parameters gives parameters
 
 
 def _read(folder: Path, name: str) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.codecs import Codec, TransformQuant
@@ -183,6 +184,17 @@ def test_ranks_agree_on_the_anchor(ranks: Ranks):
     assert "token anchor: TokenAnchor(embedding=bfloat16 (16, 6) [" in toy.disagreement(ranks.outcomes(one_without))
 
 
+def with_another_row() -> None:
+    table = torch.randn(128, FEATURES, generator=torch.Generator().manual_seed(1)).bfloat16()
+    table[1] += dist.get_rank()
+    train(pipeline(**make(forward=INT4, anchor=TokenAnchor(embedding=table))), range(3))
+
+
+def test_ranks_compare_what_they_fitted(ranks: Ranks):
+    """Not each row is in the description that they compare at first."""
+    assert "boundary 0 forward token anchor" in toy.disagreement(ranks.outcomes(with_another_row))
+
+
 # One end of a boundary, in one process.
 
 
@@ -284,13 +296,22 @@ def test_a_state_of_something_else_is_refused():
         ({"tokens": -1}, "tokens -1; allowed: a number from 0"),
         ({"energy": torch.nan}, "energy nan; allowed: a number from 0"),
         ({"energy": "much"}, "energy 'much'; allowed: a number from 0"),
+        ({"tokens": 0}, "sums, seen or tokens without the others"),
         ({"more": 1}, r"state has missing or unknown entries: \['more'\]"),
     ]
     refused(*((partial(fit.load_state_dict, state | wrong), ValueError, f"here: .*{words}") for wrong, words in cases))
     without = {name: value for name, value in state.items() if name != "tokens"}
     with pytest.raises(ValueError, match=r"here: state has missing or unknown entries: \['tokens'\]"):
         fit.load_state_dict(without)
+    fit.load_state_dict(state | {"sums": -state["sums"].abs(), "stale": True})
+    assert fit.predict(ids) is None, "of sums that are none"
     fit.load_state_dict(state)
+
+
+def test_zeros_say_nothing():
+    fit = a_fit()
+    fit.learn(ids_of(0), torch.zeros(*ids_of(0).shape, 32))
+    assert fit.predict(ids_of(0)) is None
 
 
 def test_bytes_and_what_renewal_keeps():

@@ -267,7 +267,7 @@ def test_a_recipe_says_what_is_planned(command: Callable[..., Any], tmp_path: Pa
     recipe = tiny(tmp_path, model={"layers": 6}, **changes)
     Path("recipe.toml").write_text(to_toml(recipe))
     words = "--recipe recipe.toml --output run.toml --schedule 1F1B"
-    first = command(f"{words} --format int4,fp32")[0]
+    first = command(f"{words} --format int4")[0]
     planned = load("run.toml")
     assert (first["steps"], sum(first["layers"]), first["warmup_steps"]) == (77, 6, 3)
     assert (planned.model, planned.data, planned.optimizer) == (recipe.model, recipe.data, recipe.optimizer)

@@ -151,8 +151,8 @@ def test_other_stages_keep_fits_or_fit_them_again(ranks: Ranks, tmp_path: Path):
     moved = again(resumed, pipeline={"ranks": 2, "layers": [3, 1]}, run={"steps": 6})
     outcomes = ranks.outcomes(steps, moved, timeout=LIMIT)
     text = (
-        "it has no token anchor after layer 2, where a boundary is now; allowed: --pipeline.warmup_steps 260 "
-        "--allow-change pipeline.warmup_steps, to fit anchors again, or the earlier stages"
+        "it has no token anchor after layer 2, where a boundary is now; allowed: the earlier stages, "
+        "or --pipeline.anchor false --allow-change pipeline.anchor"
     )
     assert [(failure.kind, text in failure.text, "\n" in failure.text) for failure in outcomes] == [
         ("CheckpointError", True, False)
@@ -196,7 +196,7 @@ def test_the_warm_up_has_enough_tokens_and_is_said(ranks: Ranks, tmp_path: Path)
         assert config.codec_warmup_steps == expected
         assert again(config, pipeline={"anchor": False}).codec_warmup_steps == 0
         two = again(config, pipeline={"data_parallel": 2, "microbatches": 2})
-        assert two.codec_warmup_steps == min(2 * expected, count // 4), "each pipeline fits its own"
+        assert two.codec_warmup_steps == expected, "a resume may have more pipelines"
     config = anchored(tmp_path, pipeline={"warmup_steps": None}, run={"steps": 4})
     lines = [[line for line in each if "anchor" in line] for each in ranks.run(part, config, 100, timeout=LIMIT)]
     assert lines == [

@@ -188,17 +188,32 @@ class _Sources:
                 memory = self._memory_for(end, codec)
                 if stage in pipeline.modules and memory is not None:
                     self._lanes[lane] = memory
-                if in_warm_up or not pipeline.layout.crosses(int(lane.split()[1])):
+                if not pipeline.layout.crosses(int(lane.split()[1])):
                     continue
                 if memory is None and end.direction == ANCHOR:
-                    more = self._saved.step + pipeline.config.anchor_steps
-                    self._note_problem(
-                        f"it has no token anchor after layer {end.after_layer}, where a boundary is now; allowed: "
-                        f"--pipeline.warmup_steps {more} --allow-change pipeline.warmup_steps, to fit anchors again, "
-                        "or the earlier stages"
-                    )
+                    self._note_missing_anchor(end, said=stage in pipeline.modules and end.outgoing)
+                elif in_warm_up:
+                    continue
                 elif memory is None and parse(codec).stateful:
                     yield lane
+
+    def _note_missing_anchor(self, end: End, *, said: bool) -> None:
+        """Refuse a boundary without a token anchor after the warm-up; in it, say (`said`) if few tokens are left."""
+        config, step = self._pipeline.config, self._saved.step
+        left = config.codec_warmup_steps - step
+        if left <= 0:
+            more = step + config.anchor_steps
+            again = "--pipeline.warmup_steps {} --allow-change pipeline.warmup_steps, to fit anchors again"
+            self._note_problem(
+                f"it has no token anchor after layer {end.after_layer}, where a boundary is now; allowed: the earlier "
+                f"stages, {f'{again.format(more)}, ' * (more < config.run.steps)}or --pipeline.anchor false "
+                "--allow-change pipeline.anchor"
+            )
+        elif said and step and left < config.anchor_steps:
+            log.warning(
+                "the token anchor after layer %d is fitted anew, in steps %d to %d of the warm-up",
+                end.after_layer, step + 1, config.codec_warmup_steps,
+            )  # fmt: skip
 
     def _memory_for(self, end: End, codec: str) -> "_Memory | None":
         """Return the memory saved for a lane's place, if the codec can use it."""

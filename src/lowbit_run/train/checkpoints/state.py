@@ -50,7 +50,7 @@ def ends_of(pipeline: Pipeline, stage: int) -> Iterator[tuple[str, End, str]]:
         for direction, of_boundaries in (("forward", codecs.forward), ("backward", codecs.backward)):
             outgoing = (direction == "forward") == (boundary == stage)
             yield f"boundary {boundary} {direction}", End(after, direction, outgoing), repr(of_boundaries[boundary])
-        if pipeline.anchor is not None:
+        if pipeline.anchor is not None and (pipeline.config.pipeline.is_auto or not codecs.forward[boundary].is_plain):
             yield f"boundary {boundary} {ANCHOR}", End(after, ANCHOR, boundary == stage), repr(pipeline.anchor)
 
 
