@@ -188,6 +188,8 @@ from lowbit.codecs.foreign import open_session
 from lowbit.codecs.names import short_names
 from lowbit.pipeline.boundary import warm_up
 
+gc.unfreeze()  # in forks of the tests, kernels that are known there
+
 def compiled():
     return {f"{kernel.py_func.__module__}.{kernel.py_func.__name__}": len(kernel.signatures)
             for kernel in gc.get_objects() if isinstance(kernel, Dispatcher)}
