@@ -157,7 +157,7 @@ def effects_of(
         y = run.output(batch)
         if not isinstance(y, Tensor):
             y = y.logits if hasattr(y, "logits") else y.last_hidden_state
-        masked = ~(y.abs() < torch.finfo(y.dtype).max / 2)  # with NaN, which compares as False
+        masked = ~(y.abs() < torch.finfo(y.dtype).max / 2)  # NaN, which compares as False, counts as masked
         return y.float().masked_fill(masked, 0.0).flatten(0, -2)
 
     measured = [name for name in calibration.features if name not in calibration.inputs]

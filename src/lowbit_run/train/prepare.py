@@ -154,6 +154,10 @@ def on_date(prepared: Prepared, date: str) -> Prepared:
     return replace(prepared, data=data, identity=identity)
 
 
+def _has_anchor(config: TrainConfig, layout: PipelineLayout) -> bool:
+    return config.pipeline.anchor and layout.ranks > 1  # a file may be used with one rank
+
+
 def _check_warmup(config: TrainConfig, layout: PipelineLayout, codecs: Codecs) -> None:
     """Check what needs steps at full precision: rates that are chosen, and token anchors."""
     for (direction, _), goal in codecs.goals.items():
@@ -162,7 +166,7 @@ def _check_warmup(config: TrainConfig, layout: PipelineLayout, codecs: Codecs) -
                 f"pipeline.warmup_steps is 0, and pipeline.{direction} has {goal}, whose rate is chosen in the last of "
                 "these steps; allowed: at least 1"
             )
-    if not config.pipeline.anchor or layout.ranks == 1:
+    if not _has_anchor(config, layout):
         return
     if not config.codec_warmup_steps:
         default = "" if config.pipeline.warmup_steps == 0 else f", a quarter of run.steps ({config.run.steps})"
@@ -179,7 +183,7 @@ def _check_warmup(config: TrainConfig, layout: PipelineLayout, codecs: Codecs) -
 
 def _anchor(config: TrainConfig, layout: PipelineLayout, vocab: int) -> TokenAnchor | None:
     """Return the token anchor of a run, with the embedding that its model begins with; None without one."""
-    if not config.pipeline.anchor or layout.ranks == 1:
+    if not _has_anchor(config, layout):
         return None
     exact = hugging_face_config(config.model, vocab=vocab, sequence=config.data.sequence)
     return TokenAnchor(embedding=read_embedding(config.model.pretrained, exact, vocab=vocab))

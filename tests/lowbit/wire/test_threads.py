@@ -22,7 +22,7 @@ def program():
     {work}
     ctypes.pythonapi.Py_Exit(0)  # as an interpreter ends that has run a script
 
-children = [os.fork() or program() for _ in range(3)]
+children = [os.fork() or program() for _ in range(6)]
 codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 sys.exit(f"ended with {{codes}}" if any(codes) else 0)
 """

@@ -4,7 +4,9 @@ import json
 import logging
 import random
 import string
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,10 @@ from torch import Tensor
 
 from lowbit.codecs import parse_pair
 from lowbit.pipeline import Emulation, TokenAnchor, emulate_
+from lowbit_run.plan.memory import MemorySettings, StageMeter
+from lowbit_run.plan.predict import PipelineChoice
 from lowbit_run.train import ConfigError, TrainConfig
+from lowbit_run.train.checkpoints.state import ANCHOR, ends_of
 from lowbit_run.train.elastic import check_elastic
 from lowbit_run.train.footprint import model_bytes
 from lowbit_run.train.model import build_model
@@ -161,6 +166,15 @@ def test_other_stages_keep_fits_or_fit_them_again(ranks: Ranks, tmp_path: Path):
         assert ["token anchor is on" in line for line in lines] == [True]
 
 
+def test_boundaries_that_send_plain_numbers_need_none_of_a_checkpoint(tmp_path: Path):
+    config = anchored(tmp_path, pipeline={"ranks": 3, "layers": [1, 1, 2], "forward": ["bf16", "int4"]})
+    prepared = prepare(config, ranks=3)
+    pipeline: Any = SimpleNamespace(
+        layout=prepared.layout, codecs=prepared.codecs, anchor=prepared.anchor, config=prepared.config
+    )
+    assert [end.after_layer for _, end, _ in ends_of(pipeline, 1) if end.direction == ANCHOR] == [1]
+
+
 def said(config: TrainConfig) -> list[str]:
     """Train as a rank; what anchors log."""
     lines: list[str] = []
@@ -231,6 +245,21 @@ def test_bytes_are_predicted(ranks: Ranks, tmp_path: Path):
     assert max(middle) < predicted[1]
 
 
+def test_plans_count_them(tmp_path: Path):
+    """On a stage between two boundaries; a plan whose formats send plain numbers has none."""
+    run = anchored(tmp_path, pipeline={"ranks": 3, "layers": [1, 1, 2]})
+    every = (run, again(run, pipeline={"anchor": False}))
+    settings = [MemorySettings(model=one.model, data=one.data, pipeline=one.pipeline) for one in every]
+    meter, without = map(StageMeter, settings)
+    layout = settings[0].layout
+    taken = meter.stage(layout, 1)[0].fixed - without.stage(layout, 1)[0].fixed
+    assert taken == meter.kept.anchors(layout, [1]) > 0
+    choice = PipelineChoice(schedule="1F1B", stages_per_rank=1, microbatches=4)
+    formats = (("int4",), ("bf16",), ("bf16", "int4"))
+    made = [replace(choice, formats=each).pipeline(len(each) + 1, run.pipeline).anchor for each in formats]
+    assert made == [True, False, True]
+
+
 def of_another_file(config: TrainConfig) -> None:
     """Rank 1 has read something else."""
     with mock.patch.object(TokenAnchor, "__repr__", return_value=f"of rank {dist.get_rank()}"):
@@ -253,6 +282,10 @@ def test_the_embedding_is_that_of_the_file(tmp_path: Path, kind: str, tied: bool
     weights = load_file(path)
     wanted = model.get_input_embeddings().weight  # pyright: ignore
     assert torch.equal(read_embedding(config.model.pretrained, model.config, vocab=256), wanted)
+    (pickled := tmp_path / "pickled").mkdir()
+    (pickled / "config.json").write_bytes(path.with_name("config.json").read_bytes())
+    torch.save({each: torch.nn.Parameter(x) for each, x in weights.items()}, pickled / "pytorch_model.bin")
+    assert TokenAnchor(embedding=read_embedding(str(pickled), model.config, vocab=256)).features == 16
     [name] = [name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight"))]
     if tied:  # a file may hold either name
         save_file({each if each != name else "lm_head.weight": x for each, x in weights.items()}, path)

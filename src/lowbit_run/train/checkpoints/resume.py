@@ -202,12 +202,12 @@ class _Sources:
         config, step = self._pipeline.config, self._saved.step
         left = config.codec_warmup_steps - step
         if left <= 0:
-            more = step + config.anchor_steps
-            again = "--pipeline.warmup_steps {} --allow-change pipeline.warmup_steps, to fit anchors again"
+            again, more = "", step + config.anchor_steps
+            if more < config.run.steps:  # or the warm-up would have no end
+                again = f"--pipeline.warmup_steps {more} --allow-change pipeline.warmup_steps, to fit anchors again, "
             self._note_problem(
                 f"it has no token anchor after layer {end.after_layer}, where a boundary is now; allowed: the earlier "
-                f"stages, {f'{again.format(more)}, ' * (more < config.run.steps)}or --pipeline.anchor false "
-                "--allow-change pipeline.anchor"
+                f"stages, {again}or --pipeline.anchor false --allow-change pipeline.anchor"
             )
         elif said and step and left < config.anchor_steps:
             log.warning(

@@ -18,6 +18,7 @@ from lowbit_run.train.stages import Pipeline
 
 FOLLOWED = "tied/"
 ANCHOR = "anchor"  # the direction of a boundary's token anchor
+OF_ANCHOR = ", token anchor"  # behind the name of the lane that it predicts
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def ends_of(pipeline: Pipeline, stage: int) -> Iterator[tuple[str, End, str]]:
             outgoing = (direction == "forward") == (boundary == stage)
             yield f"boundary {boundary} {direction}", End(after, direction, outgoing), repr(of_boundaries[boundary])
         if pipeline.anchor is not None and (pipeline.config.pipeline.is_auto or not codecs.forward[boundary].is_plain):
-            yield f"boundary {boundary} {ANCHOR}", End(after, ANCHOR, boundary == stage), repr(pipeline.anchor)
+            end = End(after, ANCHOR, outgoing=boundary == stage)
+            yield f"boundary {boundary} forward{OF_ANCHOR}", end, repr(pipeline.anchor)
 
 
 def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -72,8 +74,7 @@ def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[dict[
     codecs = []
     for index, stage in pipeline.lowbit_stages.items():
         state = stage.codec_state_dict()
-        anchors = {_renamed(lane): fits for lane, fits in state.get("anchors", {}).items() if fits}
-        lanes = state["lanes"] | anchors
+        lanes = state["lanes"] | {lane + OF_ANCHOR: fits for lane, fits in state.get("anchors", {}).items() if fits}
         for lane, end, codec in ends_of(pipeline, index):
             if lane in lanes:
                 flat = flatten(lanes[lane])
@@ -105,7 +106,7 @@ def restore(
     for index, stage in pipeline.lowbit_stages.items():
         names = [name for name, _, _ in ends_of(pipeline, index)]
         states = {name: unflatten(lanes[name]) for name in names if name in lanes}
-        anchors = {_renamed(name): states.pop(name) for name in list(states) if name.endswith(ANCHOR)}
+        anchors = {n.removesuffix(OF_ANCHOR): states.pop(n) for n in list(states) if n.endswith(OF_ANCHOR)}
         stage.load_codec_state_dict({"steps": steps, "lanes": states, "anchors": anchors})
     for name, followed in pipeline.followed.items():
         if FOLLOWED + name in tensors:
@@ -119,12 +120,6 @@ def restore(
                 moment, slash, part = key.removeprefix(prefix).partition("/")
                 moments.setdefault(moment, {})[slash + part] = tensor.to(parameter.device)
         optimizer.state[parameter] = {moment: state_of(parts) for moment, parts in moments.items()}
-
-
-def _renamed(lane: str) -> str:
-    """Turn the name of an anchor's lane as the library has it, that of activations, into its name here, and back."""
-    before, _, direction = lane.rpartition(" ")
-    return f"{before} {'forward' if direction == ANCHOR else ANCHOR}"
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, nn.Parameter]:
