@@ -5,7 +5,7 @@ import pytest
 from lowbit_run.job import launch
 from tests.forked import FORKING
 
-REAL = ("job", "test_launch.py", "test_stop.py", "test_supervise.py")
+REAL = ("job", "test_dates.py", "test_launch.py", "test_stop.py", "test_supervise.py")
 """Where ranks are processes as users start them."""
 
 
