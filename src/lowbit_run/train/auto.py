@@ -6,6 +6,10 @@ about as fast as with the fastest, and every other boundary the most exact of al
 which machines wait, summed over ranks and so the same on each: if they change for good, the links are measured and the
 formats chosen again. Where coding or computing takes as long as a step, nobody waits less when a link becomes faster,
 so the links are also measured about twice a minute.
+
+On a busy machine a forecast is not enough: the system runs a process that mostly waits for its link as soon as it can,
+and one that always computes only for its share of the time, so that computing takes longer with fewer bits. So formats
+with which steps take longer than with those before are left again, for some minutes.
 """
 
 import functools
@@ -38,6 +42,8 @@ _LOOK_SECONDS = 30.0  # of steps after which the links are measured again, whate
 _RARELY = 10  # times as long, where formats with more bits do not exist: steps show links that become slower
 _LOOK_SHARE, _SOONER_SHARE = 1 / 20, 1 / 8  # most of the time that looks may take: these, and those after a change
 _OTHER_RATE = 1.5  # factor by which a link must differ from the last choice's for another choice without a change
+_WORSE = 1.1  # times as long as with formats that were left: such steps let measured durations decide
+_FORGET = 10  # regular looks after which formats that were left as slower may be chosen again
 _FRESH = 3  # steps after such a look whose durations count: those before may be of the old rate
 _KEEP = 1.10  # relative to the fastest: present formats with more bits than the best stay up to this duration
 _SLOWER = 1.35  # more bits must also do on links that are slower by this, so that formats do not follow a wobble
@@ -210,14 +216,21 @@ def why(choice: FormatChoice, metrics: StepMetrics | None = None) -> str:
 
 
 class Watch:
-    """Decides when to look at the links again, from numbers that are the same on all ranks."""
+    """Decides when to look at the links again, from numbers that are the same on all ranks.
+
+    Attributes:
+        tried: seconds of a step with the formats of former choices, while the links are the same.
+    """
 
     def __init__(self) -> None:
         self._elapsed, self._cost = 0.0, 0.0  # seconds of steps since the last look, and seconds that it took
+        self.tried: dict[tuple[str, ...], float] = {}
+        self._worse = False  # formats were left since steps took longer than with those before
         self.restart()
 
     def restart(self) -> None:
         """Begin anew after a choice: the steps that follow are the usual ones."""
+        self._elapsed = 0.0
         self._steps: deque[tuple[float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
         self._count, self._looks, self._usual = 0, 0, (0.0, 0.0)
 
@@ -239,18 +252,36 @@ class Watch:
         after = self._count - 1 - _USUAL
         if after == 0:
             self._usual = self._medians(_USUAL)
-        elif after > 0 and self._cost <= _SOONER_SHARE * self._elapsed:
+        if after >= 0 and self._cost <= _SOONER_SHARE * self._elapsed:
             usual, usually_waited = self._usual
+            if usual > _WORSE * min(self.tried.values(), default=math.inf):
+                self._usual, self._worse = (min(self.tried.values()), usually_waited), True
+                return _USUAL
             for span, factor in _CHANGES:
                 change = 1 + (self._medians(span)[1] - usually_waited) / usual
                 if after >= span and not 1 / factor < change < factor:
+                    self.forget()
                     return span
         pause = max(_LOOK_SECONDS, self._cost / _LOOK_SHARE)
         return 0 if self._elapsed >= (_RARELY * pause if exact and self._looks else pause) else None
 
+    def forget(self) -> None:
+        """Forget what steps took before: links or machines are not the same."""
+        self.tried.clear()
+        self._worse = False
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether formats were left as slower so long ago that they may be chosen again."""
+        return self._worse and self._looks >= _FORGET
+
+    def seconds(self, span: int) -> float:
+        """Return the seconds of the median of the last steps, or of all since the last choice if `span` is 0."""
+        return self._medians(span or len(self._steps))[0]
+
     def change(self, span: int) -> float | None:
         """Return how many times as long as usual the last steps took; None if it is not known what is usual."""
-        return self._medians(span)[0] / self._usual[0] if self._usual[0] else None
+        return self.seconds(span) / self._usual[0] if self._usual[0] else None
 
     def _medians(self, span: int) -> tuple[float, float]:
         seconds, waited = zip(*list(self._steps)[-span:], strict=True)
@@ -309,14 +340,14 @@ class Auto:
             if metrics.step == self._config.codec_warmup_steps + 1:
                 self._timings.clear()
             self._timings.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
+        if self.choice is not None and not self._members.links.pairs:  # one machine
+            return False
+        seconds = metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds
+        exact = self.choice is not None and set(self.choice.formats) == {next(iter(self._formats))}
+        span = self._watch.note(seconds, min(metrics.waiting.values()), exact=exact)
         if self.choice is None:
             left = max(_FIRST - self._count, self._config.codec_warmup_steps - metrics.step)
-        elif not self._members.links.pairs:  # one machine
-            return False
         else:
-            seconds = metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds
-            exact = set(self.choice.formats) == {next(iter(self._formats))}
-            span = self._watch.note(seconds, min(metrics.waiting.values()), exact=exact)
             if self._steps_to_look is None:
                 if span is None:
                     return False
@@ -332,10 +363,13 @@ class Auto:
         factors = [max(rate / before[name], before[name] / rate) for name, rate in mbit.items() if name in before]
         self._watch.looked(max(gather_json(seconds, self._members.side)))
         self._steps_to_look = None
-        if not self._measured_steps and max(factors, default=1.0) >= _OTHER_RATE:
+        again, other = self._watch.forgotten, max(factors, default=1.0) >= _OTHER_RATE
+        if again or other:
+            self._watch.forget()
+        if not self._measured_steps and other:
             self._timings.clear()
             self._steps_to_look, self._measured_steps, self._rates_rechecked = _FRESH, _FRESH, False
-        elif not self._measured_steps and self.choice.share < 1 and not self._rates_rechecked:
+        elif not self._measured_steps and (again or (self.choice.share < 1 and not self._rates_rechecked)):
             # The steps may have been long for another reason. Only once, or formats would go back and forth.
             self._measured_steps, self._rates_rechecked = len(self._timings), True
         self._pipeline.look_ahead(True)
@@ -353,6 +387,12 @@ class Auto:
         from lowbit_run.simulate.predict import share_of_rates
 
         side, ranks, boundaries = self._members.side, self._layout.ranks, self._layout.stages - 1
+        start = FULL_PRECISION if step <= self._config.codec_warmup_steps else AUTO_FORMATS[0]
+        before = (start,) * boundaries if self.choice is None else self.choice.formats
+        known = bool(self._watch.tried)
+        if self._members.links.pairs:  # after a warm-up: the most exact format takes no longer than full precision
+            left = (AUTO_FORMATS[0],) * boundaries if self.choice is None else before
+            self._watch.tried[left] = self._watch.seconds(self._measured_steps)
         timed = list(self._timings)[-self._measured_steps :]  # all for the first choice
         compute, rest, measured = (statistics.median(values) for values in zip(*timed, strict=True))
         timings = gather_json([compute, rest, self._coding], side)
@@ -372,9 +412,9 @@ class Auto:
             def seconds(mix: Sequence[str], share: float) -> float:
                 return max(predict(mix, share) for predict in forecasts)
 
-            start = FULL_PRECISION if step <= self._config.codec_warmup_steps else AUTO_FORMATS[0]
-            before = (start,) * boundaries if self.choice is None else self.choice.formats
             share = share_of_rates(lambda share: seconds(before, share), measured)
+            rest = min(rest for _, rest, _ in timings)
+            tried = {mix: rest + passed for mix, passed in self._watch.tried.items() if known}
             # Within a machine, few bits save nothing, and the durations of coding are too noisy to decide.
             rank_of = self._layout.rank_of
             linked = [
@@ -382,7 +422,7 @@ class Auto:
                 for i in range(boundaries)
             ]
             formats, predicted = pick_formats(
-                lambda mix, factor: seconds(mix, share * factor), self._formats, linked,
+                lambda mix, factor: tried.get(mix) or seconds(mix, share * factor), self._formats, linked,
                 None if self.choice is None else before,
             )  # fmt: skip
             decided = asdict(
@@ -395,7 +435,7 @@ class Auto:
             )  # fmt: skip
         decided = gather_json(decided, side)[0]
         choice = FormatChoice.of(decided)
-        same = self.choice is not None and self.choice.formats == choice.formats
+        same = self.choice is not None and before == choice.formats
         self._use(choice, same=same)
         return choice
 

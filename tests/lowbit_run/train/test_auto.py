@@ -21,7 +21,7 @@ from lowbit_run.report.run_files import read_run
 from lowbit_run.report.training import run_page
 from lowbit_run.simulate.predict import share_of_rates
 from lowbit_run.train import TrainConfig, auto, links, train
-from lowbit_run.train.auto import FormatChoice, Watch, forecast, pick_formats, why
+from lowbit_run.train.auto import _FORGET, _USUAL, FormatChoice, Watch, forecast, pick_formats, why
 from lowbit_run.train.boundaries import AUTO_FORMATS, usable
 from lowbit_run.train.checkpoints.manifest import read_manifest
 from lowbit_run.train.config import PipelineConfig
@@ -31,6 +31,7 @@ from lowbit_run.train.metrics import Work, read_metrics, step_metrics
 from tests.lowbit_run.train.runs import LIMIT, RESUME, again, curve, own_machines, stopped, tiny
 from tests.processes import Ranks
 
+EXACT = ("bf16",)
 SIZES = {"a": (16, 16), "b": (8, 8), "c": (4, 4), "d": (2, 2)}
 BOTH = [True, True]
 
@@ -177,6 +178,29 @@ def test_looks_take_a_small_part_of_the_time():
         assert seconds >= 64
         run.watch.restart()
     assert run.until(0.5, lambda i: 0.1)[1] >= 160
+
+
+def test_formats_with_which_steps_take_longer_than_before_are_looked_at_once():
+    """Others' programs leave a rank little of a processor, as soon as it no longer waits for its link."""
+    for slower, looks in ((1.0, 0), (1.05, 0), (1.3, _USUAL), (2.0, _USUAL)):
+        watch = Watch()
+        watch.tried[EXACT] = 1.0
+        assert [watch.note(slower, 0.1) for _ in range(_USUAL + 1)] == [None] * _USUAL + [looks or None]
+        if looks:
+            assert watch.change(_USUAL) == pytest.approx(slower)
+            watch.restart()
+            assert not any(watch.note(1.0, 0.1) for _ in range(25)), "as long as with the formats before"
+            for _ in range(_FORGET):
+                assert not watch.forgotten
+                watch.looked(0.1)
+            assert watch.forgotten, "who knows whether the machine is busy still"
+
+
+def test_steps_that_were_measured_count_more_than_their_forecast():
+    measured = {("a", "a"): 1.1, ("c", "c"): 1.4}
+    seconds = lambda mix, factor: measured.get(mix) or _slow(1.0, 1.0)(mix, factor)  # noqa: E731
+    assert _chosen(1, 1) == ("d", "d")
+    assert pick_formats(seconds, SIZES, BOTH, ("c", "c"))[0] == ("a", "a")
 
 
 def test_formats_that_save_nothing_at_a_shape_are_left_out():
