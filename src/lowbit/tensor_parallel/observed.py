@@ -21,6 +21,7 @@ from lowbit.tensor_parallel.sums import ModelSum
 
 _CODED = SumSettings(small=0, algorithm="one_shot")
 _TRIED_BITS = 6  # of inputs whose effect is measured
+_MASKED = -1e4  # logits from here down are masks: some models write -1e9, or the lowest float16
 
 
 @dataclass(frozen=True)
@@ -146,19 +147,15 @@ def effects_of(
 
     The errors of the sums are not enough: sums are added to a residual stream whose size differs from token to token,
     and a few tokens make up most of the power of many sums. Outputs are logits, or else the last hidden states; each
-    token's error is relative to its own output's deviation from its mean, and all tokens count equally. Outputs that
-    are masked, such as logits of -inf, do not count.
+    token's error is relative to its own output's deviation from its mean, and all tokens count equally. Masked logits
+    (-10,000 and below) and outputs that are not finite do not count.
 
     Also return those of coded inputs, with their bits per row, for the layers and formats in `offered`. One format is
     measured; the others' errors are scaled by the square of their step.
     """
 
     def output(batch: Tensor) -> Tensor:
-        y = run.output(batch)
-        if not isinstance(y, Tensor):
-            y = y.logits if hasattr(y, "logits") else y.last_hidden_state
-        masked = ~(y.abs() < torch.finfo(y.dtype).max / 2)  # NaN, which compares as False, counts as masked
-        return y.float().masked_fill(masked, 0.0).flatten(0, -2)
+        return _counted(run.output(batch))
 
     measured = [name for name in calibration.features if name not in calibration.inputs]
     blocks, exact = _Blocks(run.model, measured), list[Tensor]()
@@ -185,3 +182,12 @@ def effects_of(
         steps = {bits: 2 ** (bits - 1) - 1 for bits in rows}
         offers[name] = {bits: (row, error * (steps[tried] / steps[bits]) ** 2) for bits, row in rows.items()}
     return effects, offers
+
+
+def _counted(outputs: Any) -> Tensor:
+    """Return a model's logits, or else its last hidden states, float32 (tokens, ...), with zeros for masked ones."""
+    lowest, y = _MASKED, outputs
+    if not isinstance(outputs, Tensor):
+        has_logits = hasattr(outputs, "logits")
+        lowest, y = (_MASKED, outputs.logits) if has_logits else (-torch.inf, outputs.last_hidden_state)
+    return y.float().where((y > lowest) & (y < torch.inf), 0.0).flatten(0, -2)  # NaN is neither

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lowbit.tensor_parallel import Calibration, CalibrationError, calibrate
 from lowbit.tensor_parallel.calibrate import MOST_ROWS, Observer, sampling
 from lowbit.tensor_parallel.calibration import WIDTHS, digest_of, spend, tables_of
 from lowbit.tensor_parallel.low_bit import sums_instead
-from lowbit.tensor_parallel.observed import _Blocks
+from lowbit.tensor_parallel.observed import _Blocks, _counted
 from tests.lowbit.tensor_parallel.models import INT8, LAYERS, WIDTH, Toy, calibrated, sequences, sums_of
 from tests.refused import refused
 
@@ -146,13 +147,19 @@ class Masked(Toy):
         return super().forward(ids).index_fill(-1, torch.arange(3, 9), self.fill)
 
 
-@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -torch.inf, -1e9])
 def test_masked_outputs_do_not_hide_what_coding_does(fill: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Masked, "fill", fill)
     made, plain = (calibrate(kind(), sequences(), ranks=2) for kind in (Masked, Toy))
     for name, effect in plain.effects.items():
         assert effect / 2 < made.effects[name] < effect * 2
     assert 4.25 < made.bits_per_value() <= 4.5
+
+
+def test_large_hidden_states_are_not_masks():
+    x = torch.tensor([[40_000.0, -40_000.0, torch.inf, torch.nan]], dtype=torch.float16)
+    assert _counted(SimpleNamespace(last_hidden_state=x)).tolist() == [[40_000, -40_000, 0, 0]]
+    assert _counted(SimpleNamespace(logits=x)).tolist() == [[40_000, 0, 0, 0]]
 
 
 def test_a_budget_that_has_nothing_to_choose_by_is_not_spent(caplog: pytest.LogCaptureFixture):
