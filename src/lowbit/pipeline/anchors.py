@@ -124,6 +124,7 @@ class Fit:
         self._tokens, self._energy = 0, 0.0  # in the sums, both
         self._seen: Tensor | None = None  # bool (V,): tokens in the sums
         self._stale = True  # the sums have changed
+        self._source = 0  # digest of the sums that the weights are fitted to
         self._was_useful: bool | None = None  # the last time, as the log says
         self._weights: Tensor | None = None  # bfloat16 (F, C)
         self._forget()
@@ -184,7 +185,7 @@ class Fit:
 
     def state_dict(self) -> dict[str, Any]:
         tensors = {"weights": self._weights, "sums": self._sums, "seen": self._seen}
-        numbers = {"tokens": self._tokens, "energy": self._energy, "stale": self._stale}
+        numbers = {"tokens": self._tokens, "energy": self._energy, "stale": self._stale, "source": self._source}
         return {name: x.clone() for name, x in tensors.items() if x is not None} | numbers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,7 +196,7 @@ class Fit:
             "sums": (torch.float32, (size, size + channels), self._device),
             "seen": (torch.bool, (vocabulary,), torch.device("cpu")),
         }
-        numbers = {"tokens", "energy", "stale"}
+        numbers = {"tokens", "energy", "stale", "source"}
         wrong = f"missing or unknown entries: {sorted(unlike)}" if (unlike := numbers ^ (state.keys() - kept)) else ""
         for name, (dtype, shape, _) in kept.items():
             x = state.get(name)
@@ -216,16 +217,18 @@ class Fit:
             state[name].to(device, copy=True) if name in state else None for name, (_, _, device) in kept.items()
         )
         self._tokens, self._energy = int(state["tokens"]), float(state["energy"])
-        self._stale = bool(state["stale"])
+        self._stale, self._source = bool(state["stale"]), int(state["source"])
         self._forget()
 
     def digest(self) -> str:
-        """Return what must be equal at both ends."""
-        digest = xxhash.xxh3_64(f"{self._tokens} {self._stale}".encode())
-        for x in (self._weights, self._sums):
-            if x is not None:
-                digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        """Return what must be equal at both ends: of weights, whose last bits depend on the processor, the sums."""
+        numbers = self._tokens, self._stale, self._weights is None, self._source, self._sums_digest()
+        return xxhash.xxh3_64_hexdigest(repr(numbers).encode())
+
+    def _sums_digest(self) -> int:
+        if self._sums is None:
+            return 0
+        return xxhash.xxh3_64_intdigest(self._sums.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def _forget(self) -> None:
         """Forget predictions, which are computed when a token occurs."""
@@ -239,6 +242,7 @@ class Fit:
             if not self._anchor.renew:
                 log.warning("%s: token anchor is off: no activations crossed exactly with token ids", self._name)
             return
+        self._source = self._sums_digest()
         weights, left = self._fitted()
         useful = left <= MOST_LEFT
         if useful != self._was_useful:
