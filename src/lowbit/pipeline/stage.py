@@ -180,7 +180,10 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: no stage is on that side.
         """
-        return self.lanes.forward(outgoing).states.session(0, Slot(torch.Size(shape), dtype))
+        states = self.lanes.forward(outgoing).states
+        if outgoing:
+            states.end_step()  # as the next pass would, so that nothing depends on a checkpoint before, which does it
+        return states.session(0, Slot(torch.Size(shape), dtype))
 
     def predicted(self, ids: Tensor, *, outgoing: bool, width: int) -> Tensor | None:
         """Return what the token anchor predicts for activations of an evaluation pass outside the schedule.

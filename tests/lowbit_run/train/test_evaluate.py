@@ -92,6 +92,14 @@ def test_the_last_batch_may_be_too_small_for_a_set_rate(ranks: Ranks, tmp_path: 
     assert outcomes[0][1] == pytest.approx(outcomes[0][0], abs=0.2)
 
 
+def test_a_checkpoint_before_an_evaluation_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    config = tiny(tmp_path, data={"sequence": 64}, pipeline={"forward": "transform", "backward": []})
+    saving = again(config, run={"checkpoint_every": 1})
+    without, with_one = (ranks.run(_held_out_losses, each, timeout=LIMIT) for each in (config, saving))
+    assert without == with_one
+    assert without[0][0] != without[0][1]
+
+
 def compiled(config: TrainConfig) -> set[int]:
     """Bits of the codecs that a rank has used before its first step."""
     used, encode = set(), GroupInt._encode
