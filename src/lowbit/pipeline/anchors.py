@@ -125,7 +125,8 @@ class Fit:
         self._seen: Tensor | None = None  # bool (V,): tokens in the sums
         self._stale = True  # the sums have changed
         self._source = 0  # digest of the sums that the weights are fitted to
-        self._was_useful: bool | None = None  # the last time, as the log says
+        self._was_useful: bool | None = None  # the last time
+        self._news: tuple[Any, ...] = ()  # level and line of the log, of a fit that nobody has used yet
         self._weights: Tensor | None = None  # bfloat16 (F, C)
         self._forget()
 
@@ -153,10 +154,20 @@ class Fit:
 
     @torch.inference_mode(False)  # what it keeps is changed outside of inference mode, too
     @torch.no_grad()
-    def predict(self, ids: Tensor) -> Tensor | None:
-        """Return predictions, float32 (..., C), for ids int64 (...) on the CPU; None while there is no useful fit."""
+    def settle(self) -> None:
+        """Fit to all that was learned, so that a final fit no longer keeps the sums."""
         if self._stale:
             self._solve()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def predict(self, ids: Tensor) -> Tensor | None:
+        """Return predictions, float32 (..., C), for ids int64 (...) on the CPU; None while there is no useful fit."""
+        self.settle()
+        if self._news:
+            level, *line = self._news
+            log.log(level, *line)
+            self._news = ()
         if self._weights is None:
             return None
         places = self._places[ids]
@@ -240,13 +251,14 @@ class Fit:
         self._stale = False
         if self._sums is None:
             if not self._anchor.renew:
-                log.warning("%s: token anchor is off: no activations crossed exactly with token ids", self._name)
+                text = "%s: token anchor is off: no activations crossed exactly with token ids"
+                self._news = logging.WARNING, text, self._name
             return
         self._source = self._sums_digest()
         weights, left = self._fitted()
         useful = left <= MOST_LEFT
         if useful != self._was_useful:
-            log.log(
+            self._news = (
                 logging.INFO if useful else logging.WARNING,
                 "%s: token anchor is %s: tokens leave %.0f %% of the activations' energy",
                 self._name, "on" if useful else "off", 100 * left,

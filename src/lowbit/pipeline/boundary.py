@@ -271,8 +271,11 @@ class Lane:
             fit.learn(step.tokens[micro_batch], x)
 
     def _predicted(self, session: Session, index: int, step: StepKind, micro_batch: int) -> Tensor | None:
-        fit = None if session.is_plain else self._fit(index, step, micro_batch)
-        return None if fit is None else fit.predict(step.tokens[micro_batch])
+        if (fit := self._fit(index, step, micro_batch)) is None:
+            return None
+        if session.is_plain:  # another format may follow, for which the fit is enough
+            return fit.settle()
+        return fit.predict(step.tokens[micro_batch])
 
     @contextlib.contextmanager
     def _isolated(self, span: str, micro_batch: int) -> Iterator[None]:

@@ -144,6 +144,19 @@ def test_fits_are_there_when_a_plain_format_changes_to_another(ranks: Ranks):
     assert toy.same(plain, other)
 
 
+def test_a_plain_format_keeps_the_fit_but_not_its_sums(caplog: pytest.LogCaptureFixture):
+    """And says nothing of an anchor that nobody uses."""
+    caplog.set_level("INFO", "lowbit.pipeline.anchors")
+    ids, x = spoken(4096)
+    model, emulation = identity(TokenAnchor(embedding=embedding()), forward=FP32)
+    for _ in range(2):
+        emulation.set_tokens(ids)
+        assert torch.equal(model(x), x)
+        emulation.step()
+    assert emulation.state_bytes() == 2 * 2 * (FEATURES + 1) * x.shape[-1]
+    assert not caplog.messages
+
+
 def contradicting(kind: str) -> Any:
     run = pipeline(**make(forward=INT4))
     train(run, range(2))
@@ -350,9 +363,9 @@ def test_bytes_and_what_renewal_keeps():
     assert float((after.float() - before.float()).mean()) == pytest.approx(2 / 3, abs=0.1)
 
 
-def identity(anchor: TokenAnchor, **options: Any) -> tuple[nn.Module, Any]:
+def identity(anchor: TokenAnchor, forward: Codec = INT4) -> tuple[nn.Module, Any]:
     model = nn.Sequential(nn.Identity())
-    return model, emulate_(model, at=["0"], forward=INT4, backward=INT6, anchor=anchor, warmup_steps=1, **options)
+    return model, emulate_(model, at=["0"], forward=forward, backward=INT6, anchor=anchor, warmup_steps=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
