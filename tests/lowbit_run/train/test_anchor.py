@@ -156,8 +156,8 @@ def test_other_stages_keep_fits_or_fit_them_again(ranks: Ranks, tmp_path: Path):
     moved = again(resumed, pipeline={"ranks": 2, "layers": [3, 1]}, run={"steps": 6})
     outcomes = ranks.outcomes(steps, moved, timeout=LIMIT)
     text = (
-        "it has no token anchor after layer 2, where a boundary is now; allowed: the earlier stages, "
-        "or --pipeline.anchor false --allow-change pipeline.anchor"
+        "it has no token anchor after layer 2, where a boundary is coded now; allowed: the earlier stages and "
+        "formats, or --pipeline.anchor false --allow-change pipeline.anchor"
     )
     assert [(failure.kind, text in failure.text, "\n" in failure.text) for failure in outcomes] == [
         ("CheckpointError", True, False)

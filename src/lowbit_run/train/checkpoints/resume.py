@@ -206,8 +206,8 @@ class _Sources:
             if more < config.run.steps:  # or the warm-up would have no end
                 again = f"--pipeline.warmup_steps {more} --allow-change pipeline.warmup_steps, to fit anchors again, "
             self._note_problem(
-                f"it has no token anchor after layer {end.after_layer}, where a boundary is now; allowed: the earlier "
-                f"stages, {again}or --pipeline.anchor false --allow-change pipeline.anchor"
+                f"it has no token anchor after layer {end.after_layer}, where a boundary is coded now; allowed: the "
+                f"earlier stages and formats, {again}or --pipeline.anchor false --allow-change pipeline.anchor"
             )
         elif said and step and left < config.anchor_steps:
             log.warning(
