@@ -130,8 +130,8 @@ class Run:
         try:
             self.observers.open(start)
             self.saves.stop_if_asked(start)
-            if self.members.rank == 0 and self.members.prepared.anchor and start < self.config.codec_warmup_steps:
-                self._log_anchor()
+            if self.members.rank == 0 and self.members.prepared.anchor and not start:
+                self._log_anchor()  # a run that resumes says which ones are fitted to fewer tokens
             before = {} if start else self._look_at_untrained()
             tracing = Tracing(self.members, trainer.pipeline, self.folder, start) if run.trace else None
             if auto is not None and auto.choice is not None:  # from the checkpoint

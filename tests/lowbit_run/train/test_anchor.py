@@ -162,8 +162,9 @@ def test_other_stages_keep_fits_or_fit_them_again(ranks: Ranks, tmp_path: Path):
     assert [(failure.kind, text in failure.text, "\n" in failure.text) for failure in outcomes] == [
         ("CheckpointError", True, False)
     ] * 2
-    for lines in ranks.run(said, again(moved, pipeline={"warmup_steps": 5}), timeout=LIMIT):
-        assert ["token anchor is on" in line for line in lines] == [True]
+    first, second = ranks.run(said, again(moved, pipeline={"warmup_steps": 5}), timeout=LIMIT)
+    assert first[0] == "the token anchor after layer 2 is fitted anew, in steps 5 to 5 of the warm-up"
+    assert ["token anchor is on" in line for line in (*first[1:], *second)] == [True] * 2
 
 
 def test_boundaries_that_send_plain_numbers_need_none_of_a_checkpoint(tmp_path: Path):
@@ -176,19 +177,21 @@ def test_boundaries_that_send_plain_numbers_need_none_of_a_checkpoint(tmp_path: 
 
 
 def said(config: TrainConfig) -> list[str]:
-    """Train as a rank; what anchors log."""
+    """Train as a rank; what anchors log, and a run about them."""
     lines: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("lowbit.pipeline.anchors")
+    handler, logs = logging.Handler(), [logging.getLogger(f"lowbit{each}") for each in (".pipeline.anchors", "_run")]
     handler.emit = lambda record: lines.append(record.getMessage())
-    log.addHandler(handler)
-    before = log.level
-    log.setLevel(logging.INFO)
+    before = logs[0].level
+    logs[0].setLevel(logging.INFO)
+    for log in logs:
+        log.addHandler(handler)
     try:
         losses(config)
     finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
-    return lines
+        for log in logs:
+            log.removeHandler(handler)
+        logs[0].setLevel(before)
+    return [line for line in lines if "anchor" in line]
 
 
 def test_a_change_of_anchors_on_a_resume_drops_what_formats_have_learned(ranks: Ranks, tmp_path: Path):
