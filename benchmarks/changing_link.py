@@ -56,7 +56,6 @@ def follow(
     """
     (folder / "text.txt").write_text(" ".join(f"word {i % 97} of {i % 89}" for i in range(40_000)))
     files = ["--run.output", str(folder / "run"), "--data.text", str(folder / "text.txt")]
-    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
     with (
         SlowLink(2, float(rates[0].partition("~")[0]), rtt_ms=RTT_MS) as link,
         (folder / "log.txt").open("w") as log,
@@ -64,8 +63,7 @@ def follow(
         ranks = [
             link.popen(
                 rank, [sys.executable, "-m", "lowbit", "train", *_MODEL, *files, *options], stdout=log, stderr=log,
-                env=os.environ | shared | {"RANK": str(rank), "MASTER_ADDR": link.address(0)}
-                | {"GLOO_SOCKET_IFNAME": link.interface(rank)},
+                env=os.environ | link.environment(rank),
             )
             for rank in range(2)
         ]  # fmt: skip

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lowbit_lab.bench.timing import memory_of_process
+
 PHASES = ("loading", "steps", "saving")
 KINDS = {"anonymous": "RssAnon", "resident": "VmRSS"}
 _IMPORTS = "import lowbit_run.train.trainer, transformers, torch._dynamo; print(flush=True); input()"
@@ -30,9 +32,9 @@ def measure(folder: Path, options: Sequence[str]) -> Peaks:
     with subprocess.Popen(command) as run:
         while run.poll() is None:
             phase = _phase(folder)
-            for rank, process in _ranks(run.pid):
+            for rank, pid in _ranks(run.pid):
                 with contextlib.suppress(OSError, KeyError):  # it has ended
-                    for kind, mb in _memory(process).items():
+                    for kind, mb in _memory(pid).items():
                         key = rank, phase, kind
                         peaks[key] = max(peaks.get(key, 0.0), mb - idle[kind])
             time.sleep(_PERIOD)
@@ -54,21 +56,19 @@ def _phase(folder: Path) -> str:
     return PHASES[(folder / "metrics.jsonl").exists()]
 
 
-def _ranks(parent: int) -> Iterator[tuple[int, Path]]:
+def _ranks(parent: int) -> Iterator[tuple[int, int]]:
     """Yield the ranks among the descendants of a process."""
     for children in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in map(int, children.read_text().split()):
-                process = Path(f"/proc/{child}")
-                variables = process.joinpath("environ").read_bytes().split(b"\0")
-                yield from ((int(x[5:]), process) for x in variables if x.startswith(b"RANK="))
+                variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                yield from ((int(x[5:]), child) for x in variables if x.startswith(b"RANK="))
                 yield from _ranks(child)
 
 
-def _memory(process: Path) -> dict[str, float]:
-    lines = (line.split() for line in process.joinpath("status").read_text().splitlines())
-    values = {words[0].rstrip(":"): words[1] for words in lines if len(words) > 1}
-    return {kind: int(values[name]) / 1e3 for kind, name in KINDS.items()}
+def _memory(pid: int) -> dict[str, float]:
+    memory = memory_of_process(pid)
+    return {kind: memory[name] / 1024e3 for kind, name in KINDS.items()}
 
 
 def _idle() -> dict[str, float]:
@@ -76,7 +76,7 @@ def _idle() -> dict[str, float]:
     with subprocess.Popen([sys.executable, "-c", _IMPORTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        memory = _memory(Path(f"/proc/{process.pid}"))
+        memory = _memory(process.pid)
         process.communicate(b"\n")
     return memory
 

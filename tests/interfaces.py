@@ -3,7 +3,6 @@
 import ctypes
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from tests.forked import CONTEXT
 
 _HEADERS = 66
 """Bytes of a packet that are no payload: Ethernet 14, IPv4 20, TCP 32, with its time stamps."""
-_PORT = "29500"
 _OWN_NAME = 0x04000000  # CLONE_NEWUTS
 
 
@@ -30,10 +28,7 @@ def train_on_hosts(
     before = [sent_bytes(link, host) for host in range(link.hosts)]
     processes = []
     for rank in range(link.hosts):
-        environment = {
-            "RANK": str(rank), "WORLD_SIZE": str(link.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": link.address(0), "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": link.interface(rank),
-        }  # fmt: skip
+        environment = link.environment(rank)
         own = config if isinstance(config, TrainConfig) else config[rank]
         if own is not config:
             environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": link.address(rank)}
@@ -52,9 +47,8 @@ def train_on_hosts(
 
 def sent_bytes(link: SlowLink, host: int) -> int:
     """Bytes that a host has sent on TCP's connections, as its interface counts."""
-    lines = link.popen(host, ["cat", "/proc/net/dev"], stdout=subprocess.PIPE, text=True).communicate()[0].splitlines()
-    (fields,) = (line.split(":")[1].split() for line in lines if line.split(":")[0].strip() == link.interface(host))
-    return int(fields[8]) - _HEADERS * int(fields[9])
+    nbytes, packets = link.sent(host)
+    return nbytes - _HEADERS * packets
 
 
 def _train(config: TrainConfig, pid: int, kinds: tuple[str, ...], environment: dict[str, str], log: str) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from lowbit_lab.bench.timing import memory_of_process
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink, goodput
 from lowbit_run import terminal
 from lowbit_run.config import ConfigError, to_toml
@@ -51,6 +52,7 @@ FILES = ("report.json", "rank-0.toml", "rank-1.toml")
 _INDEX, _NOISE = "model.safetensors.index.json", 1 << 24
 _CPU = torch.device("cpu")
 _PERIOD = 0.05  # seconds between samples of the memory
+_MEMORY = {"peak_bytes": "RssAnon", "resident_bytes": "VmRSS"}
 _GB = 1e9
 
 TABLE = Table(
@@ -120,10 +122,8 @@ def run(
 
 def plan(config: TrainConfig, sizes: Mapping[str, Any]) -> list[Row]:
     """Return what the planner knows of each rank, and of one machine for all."""
-    layers, counts = (
-        sizes["num_hidden_layers"],
-        {"vocab": sizes["vocab_size"], "autocast": choose_autocast("auto", _CPU)},
-    )
+    layers = sizes["num_hidden_layers"]
+    counts: dict[str, Any] = {"vocab": sizes["vocab_size"], "autocast": choose_autocast("auto", _CPU)}
     layout, whole = (make_layout(config.pipeline, ranks=ranks, layers=layers) for ranks in (RANKS, 1))
     kept, own = model_bytes(config, **counts), PROCESS_BYTES["cpu"]
     wide = replace(config, model=replace(config.model, weights="bf16", double_quantization=False))
@@ -253,26 +253,24 @@ def train(output: Path, configs: list[TrainConfig]) -> list[Row]:
     secret, rows = secrets.token_hex(16), [defaultdict[str, int](int) for _ in configs]
     with SlowLink(RANKS, LINK.rate_mbit) as link, tempfile.TemporaryFile("w+") as log:
         mbit, ranks = goodput(link, [(0, 1)], 1.0)[0], list[Any]()
-        before = [_sent(link, rank) for rank in range(RANKS)]
+        before = [link.sent(rank)[0] for rank in range(RANKS)]
         for rank, config in enumerate(configs):
             file = output / f"rank-{rank}.toml"
             file.write_text(to_toml(config), "utf-8")
-            environment = os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": link.address(0), "MASTER_PORT": "29500", "LOWBIT_SECRET": secret,
-                "GLOO_SOCKET_IFNAME": link.interface(rank), "OMP_NUM_THREADS": str(config.run.threads),
-            }  # fmt: skip
+            environment = os.environ | link.environment(rank)
+            environment |= {"LOWBIT_SECRET": secret, "OMP_NUM_THREADS": str(config.run.threads)}
             target: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT} if rank else {}
             words = [sys.executable, "-m", "lowbit", "train", str(file)]
             ranks.append(link.popen(rank, words, env=environment, **target))
         while _running(ranks):
             for process, row in zip(ranks, rows, strict=True):
-                with contextlib.suppress(OSError):  # it has ended
-                    for name, size in _memory(process.pid):
-                        row[name] = max(row[name], size)
+                with contextlib.suppress(OSError, KeyError):  # it has ended
+                    memory = memory_of_process(process.pid)
+                    for name, kind in _MEMORY.items():
+                        row[name] = max(row[name], memory[kind])
             time.sleep(_PERIOD)
         _check_ends(ranks, log)
-        sent = [_sent(link, rank) - earlier for rank, earlier in enumerate(before)]
+        sent = [link.sent(rank)[0] - earlier for rank, earlier in enumerate(before)]
     return [{**row, "sent_bytes": each, "goodput_mbit": mbit} for row, each in zip(rows, sent, strict=True)]
 
 
@@ -288,21 +286,6 @@ def _check_ends(ranks: list[subprocess.Popen[str]], log: IO[str]) -> None:
             log.seek(0)
             last = log.read().strip().splitlines()[-1:] if rank else []
             raise ChildProcessError(f"rank {rank} failed: {', '.join([f'exit status {process.poll()}', *last])}")
-
-
-def _memory(pid: int) -> Iterator[tuple[str, int]]:
-    names = {"RssAnon:": "peak_bytes", "VmRSS:": "resident_bytes"}
-    for line in Path(f"/proc/{pid}/status").read_text("ascii").splitlines():
-        kind, *size = line.split()
-        if kind in names:
-            yield names[kind], 1024 * int(size[0])
-
-
-def _sent(link: SlowLink, host: int) -> int:
-    """Return the bytes that a host has sent, as its kernel counts them."""
-    shown = link.popen(host, ["cat", "/proc/net/dev"], stdout=subprocess.PIPE, text=True).communicate()[0]
-    lines = (line.replace(":", " ").split() for line in shown.splitlines())
-    return next(int(words[9]) for words in lines if words[0] == link.interface(host))
 
 
 def findings(rows: list[Row]) -> list[str]:

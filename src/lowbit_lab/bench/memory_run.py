@@ -8,7 +8,6 @@ import contextlib
 import copy
 import ctypes
 import gc
-import re
 import statistics
 import time
 import weakref
@@ -29,6 +28,7 @@ from lowbit.codecs import BlockFloat8
 from lowbit.codecs.checks import FLOATS
 from lowbit.gradients import GradientStorage
 from lowbit_lab.bench.memory import DEPTH_METHODS, MemoryBenchmark, in_8_bits
+from lowbit_lab.bench.timing import memory_of_process
 from lowbit_lab.bench.workers import serve
 from lowbit_run.config import build
 from lowbit_run.plan.layers import (
@@ -174,7 +174,7 @@ class Meter:
         else:
             with contextlib.suppress(AttributeError):  # C libraries other than GNU's
                 ctypes.CDLL(None).malloc_trim(0)
-            self._first = _resident("VmRSS")
+            self._first = memory_of_process()["VmRSS"]
 
     def reset(self) -> None:
         """Start a new maximum."""
@@ -187,7 +187,7 @@ class Meter:
         """Return the peak bytes since `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._first
-        return _resident("VmHWM") - self._first
+        return memory_of_process()["VmHWM"] - self._first
 
 
 class MemoryTraining:
@@ -371,14 +371,6 @@ def _saved_and_errors(training: MemoryTraining) -> dict[str, Any]:
         "weight_copies_bytes": saved.peak.get("weights", 0),
         "gradient_error": {"all": relative_error(coded, exact), **errors},
     }
-
-
-def _resident(name: str) -> int:
-    """Return an entry of this process's status in /proc, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    match = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
-    assert match is not None
-    return int(match[1]) * 1024
 
 
 class _Coded:

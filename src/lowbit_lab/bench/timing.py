@@ -1,4 +1,7 @@
-"""Compare times of operations: they take turns, so that a busy moment slows all of them, and caches are cold."""
+"""Compare times of operations: they take turns, so that a busy moment slows all of them, and caches are cold.
+
+Also the memory of processes.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -83,6 +86,12 @@ def last_level_cache(device: torch.device | str = "cpu") -> int:
         text = path.read_text().strip()
         sizes.append(int(text.rstrip("KMG")) * units.get(text[-1:], 1))
     return max(sizes, default=64 * 2**20)
+
+
+def memory_of_process(pid: int | str = "self") -> dict[str, int]:
+    """Return the kinds of memory that a process takes, such as "VmRSS", in bytes, as the kernel states them."""
+    lines = map(str.split, Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines if words[-1:] == ["kB"]}
 
 
 @contextmanager

@@ -153,6 +153,19 @@ class SlowLink:
         self._namespace(host)
         return INTERFACE
 
+    def environment(self, host: int) -> dict[str, str]:
+        """Return the variables of the environment, as of torchrun, of a host's only rank, which has the same number."""
+        return {
+            "RANK": str(host), "WORLD_SIZE": str(self.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": self.interface(host),
+        }  # fmt: skip
+
+    def sent(self, host: int) -> tuple[int, int]:
+        """Return the bytes, headers included, and the packets that a host has sent, as its interface counts them."""
+        text = self.popen(host, ["cat", "/proc/net/dev"], stdout=subprocess.PIPE, text=True).communicate()[0]
+        lines = (line.replace(":", " ").split() for line in text.splitlines())
+        return next((int(words[9]), int(words[10])) for words in lines if words[0] == self.interface(host))
+
     def popen(
         self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **kwargs: Any
     ) -> subprocess.Popen:
