@@ -20,6 +20,7 @@ from lowbit.pipeline import LowBitStage, connect_more
 from lowbit.wire.messages import gather_json
 from lowbit_lab.bench.settings import STOCK, check_shape, formats_of
 from lowbit_lab.bench.stock import StockTrainer
+from lowbit_lab.bench.training import capture
 from lowbit_lab.bench.workers import TIMEOUT_SECONDS, report_progress, serve
 from lowbit_run.config import ConfigError
 from lowbit_run.report import Row
@@ -39,7 +40,7 @@ from lowbit_run.train.device import choose_device
 from lowbit_run.train.layout import make_layout
 from lowbit_run.train.loop import Run
 from lowbit_run.train.metrics import StepMetrics
-from lowbit_run.train.model import StageModule, build_model, count_layers, hidden_size, next_token_loss
+from lowbit_run.train.model import StageModule, build_model, count_layers, hidden_size
 from lowbit_run.train.prepare import Prepared, prepare
 from lowbit_run.train.trainer import Trainer
 
@@ -309,33 +310,17 @@ class Recording:
     """
 
     def __init__(self, prepared: Prepared, samples: int) -> None:
-        config, layout = prepared.config, prepared.layout
-        model = build_model(
-            config.model, vocab=prepared.vocab, sequence=config.data.sequence, seed=config.run.seed
-        ).requires_grad_(False)  # fmt: skip
-        stages = [
-            StageModule(
-                model, layers=layout.layers_of(stage), first=stage == 0, last=stage == layout.stages - 1,
-                autocast=prepared.autocast,
+        config, windows = prepared.config, prepared.data.train
+        model = build_model(config.model, vocab=prepared.vocab, sequence=config.data.sequence, seed=config.run.seed)
+        each = [
+            capture(
+                model, *windows.batch(torch.tensor([sample])), stages=prepared.layout, autocast=prepared.autocast
             )
-            for stage in range(layout.stages)
+            for sample in range(samples)
         ]  # fmt: skip
-        sent: list[list[Tensor]] = [[] for _ in stages[1:]]
-        back: list[list[Tensor]] = [[] for _ in stages[1:]]
-        for sample in range(samples):
-            inputs, targets = prepared.data.train.batch(torch.tensor([sample]))
-            x, cuts = inputs, list[Tensor]()
-            for stage in stages[:-1]:
-                x = stage(x).detach().requires_grad_() if not cuts else stage(x)
-                x.retain_grad()
-                cuts.append(x)
-            next_token_loss(stages[-1](x), targets).backward()
-            for boundary, cut in enumerate(cuts):
-                assert cut.grad is not None
-                sent[boundary].append(cut.detach())
-                back[boundary].append(cut.grad)
-        self.outputs = [torch.cat(each) for each in sent]
-        self.gradients = [torch.cat(each) for each in back]
+        self.outputs, self.gradients = (
+            [torch.cat(x) for x in zip(*sent, strict=True)] for sent in zip(*each, strict=True)
+        )
 
 
 class Device:

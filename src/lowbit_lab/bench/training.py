@@ -34,7 +34,7 @@ from lowbit_run.train.config import (
     TrainConfig,
 )
 from lowbit_run.train.data import Data, Windows, load_data
-from lowbit_run.train.layout import make_layout
+from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import add_adapters, build_model, next_token_loss, vocabulary
 from lowbit_run.train.optim import eight_bit_adamw, make_optimizer
 from lowbit_run.train.single_process import Loss, PlainGradients, model_loss, train_single_process
@@ -271,22 +271,29 @@ def prepare(recipe: TrainingRecipe, seed: int) -> tuple[Data, PreTrainedModel]:
     return data, model.train()
 
 
-def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
-    """Return the names of the last decoder layer of each stage except the last."""
+def boundary_modules(model: PreTrainedModel, stages: int | PipelineLayout) -> list[str]:
+    """Return the names of the last decoder layer of each stage except the last; of as equal stages as possible."""
     count = model.config.num_hidden_layers
     lists = (name for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
     layers = next(name for name in lists if len(model.get_submodule(name)) == count)  # pyright: ignore[reportArgumentType]
-    plan = make_layout(PipelineConfig(schedule="GPipe"), ranks=stages, layers=count)
-    return [f"{layers}.{plan.layers_of(stage)[-1]}" for stage in range(stages - 1)]
+    if isinstance(stages, int):
+        stages = make_layout(PipelineConfig(schedule="GPipe"), ranks=stages, layers=count)
+    return [f"{layers}.{stages.layers_of(stage)[-1]}" for stage in range(stages.stages - 1)]
 
 
 def capture(
-    model: PreTrainedModel, inputs: Tensor, targets: Tensor | None = None, *, stages: int
+    model: PreTrainedModel,
+    inputs: Tensor,
+    targets: Tensor | None = None,
+    *,
+    stages: int | PipelineLayout,
+    autocast: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run a model and return the tensors that would cross a pipeline's boundaries.
 
     Args:
         inputs, targets: token ids (batch, tokens); without targets, nothing runs backward.
+        stages: of the pipeline. autocast: dtype of matrix products; None: that of the weights.
 
     Returns:
         Activations and gradients of the mean loss, by boundary: float32 (batch, tokens, channels) each.
@@ -305,7 +312,8 @@ def capture(
     embedding.requires_grad_(targets is not None)  # makes a graph without gradients of all weights
     handles = [model.get_submodule(name).register_forward_hook(keep) for name in boundary_modules(model, stages)]
     try:
-        logits = model(input_ids=inputs, use_cache=False).logits
+        with torch.autocast(inputs.device.type, dtype=autocast, enabled=autocast is not None):
+            logits = model(input_ids=inputs, use_cache=False).logits
         if targets is not None:
             next_token_loss(logits, targets).backward()
     finally:
