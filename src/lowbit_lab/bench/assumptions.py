@@ -18,7 +18,7 @@ from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.pipeline import Traffic, emulate_
 from lowbit_lab.bench.codecs import ends_of
-from lowbit_lab.bench.settings import AtLeastTwo, Device, Names, check_device, check_plain, check_shape, check_stages
+from lowbit_lab.bench.settings import AtLeastTwo, Device, Names, check_device, check_messages, check_plain, check_stages
 from lowbit_lab.bench.training import TrainingRecipe, boundary_modules, prepare, spread_evenly, traffic_between
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import row_name
@@ -27,7 +27,7 @@ from lowbit_run.report import Column, Command, Row, Table
 from lowbit_run.train.answers import Answers
 from lowbit_run.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit_run.train.data import Windows
-from lowbit_run.train.model import count_layers, hidden_size
+from lowbit_run.train.model import count_layers
 from lowbit_run.train.single_process import Loss, PlainGradients, train_single_process
 
 EXTREMES: dict[str, Callable[[list[float]], float]] = {"lowest": min, "highest": max}
@@ -79,8 +79,7 @@ class AssumptionsBenchmark:
             codecs = parse_pair(boundary, self.backward)
             for codec in codecs:
                 check_plain("boundaries", boundary, codec)
-            if (width := hidden_size(self.model)) is not None:
-                check_shape(boundary, codecs, (self.data.batch, self.data.sequence, width))
+            check_messages(boundary, codecs, self.model, self.data.batch, self.data.sequence)
         if self.warmup_steps >= self.steps:
             raise ConfigError(f"warmup_steps is {self.warmup_steps}; allowed: fewer than steps ({self.steps})")
 

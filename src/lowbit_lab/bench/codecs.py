@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,6 @@ from lowbit_run.report import Column, Command, Row, Table, spread
 from lowbit_run.train.config import DataConfig, ModelConfig
 from lowbit_run.train.data import load_data
 from lowbit_run.train.model import StageModule, build_model, count_layers, vocabulary
-
-if TYPE_CHECKING:
-    pass
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Data = Literal["gaussian", "student-t", "outliers", "real"]

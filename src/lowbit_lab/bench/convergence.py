@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from lowbit.codecs import parse
 from lowbit.codecs.names import pair_name
-from lowbit_lab.bench.settings import AtLeastTwo, Device, EachOnce, check_device, check_shape
+from lowbit_lab.bench.settings import AtLeastTwo, Device, EachOnce, check_device, check_messages
 from lowbit_lab.bench.training import RANKS, TrainingRecipe, formats_in
 from lowbit_lab.bench.workers import Workers, step_bars
 from lowbit_lab.charts import Points
@@ -31,7 +31,7 @@ from lowbit_run.report import Baseline, Column, Command, Row, Table
 from lowbit_run.terminal import console
 from lowbit_run.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
 from lowbit_run.train.data import library_files, load_data
-from lowbit_run.train.model import check_lora, hidden_size, vocabulary
+from lowbit_run.train.model import check_lora, vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -111,22 +111,14 @@ class ConvergenceBenchmark:
         if self.backward:
             parse(self.backward)
         for boundary in self.boundaries:
-            _check_codecs(self, boundary)
-            if formats_in(boundary).gradients and self.data.batch % RANKS:
+            formats = formats_in(boundary, self.backward)
+            for regime in self.regimes:
+                check_messages(boundary, formats[:2], _model(self, regime), self.data.batch, self.data.sequence)
+            if formats.gradients and self.data.batch % RANKS:
                 raise ConfigError(f"data.batch is {self.data.batch}; allowed: multiples of {RANKS}")
         check_lora(TrainConfig(model=self.model, lora=self.lora))
         if not self.model.pretrained and self.stages > self.model.layers:
             raise ConfigError(f"stages is {self.stages}; allowed: at most model.layers ({self.model.layers})")
-
-
-def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
-    """Check that a boundary's formats suit every regime."""
-    codecs = formats_in(boundary, settings.backward)[:2]
-    for regime in settings.regimes:
-        width = hidden_size(_model(settings, regime))
-        if width is not None:
-            shape = (settings.data.batch, settings.data.sequence, width)
-            check_shape(boundary, codecs, shape)
 
 
 def _model(settings: ConvergenceBenchmark, regime: str) -> ModelConfig:

@@ -20,6 +20,7 @@ from lowbit_lab.charts.style import row_name, title_of
 from lowbit_lab.network import Link
 from lowbit_run.config import ConfigError, NonNegative, Positive, section
 from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.report.command import extent
 from lowbit_run.train.config import DataConfig
 from lowbit_run.train.pretrained import check_files, transformers_config
 
@@ -191,7 +192,7 @@ def row_of(
     return {
         "layout": layout, "ranks": one.ranks, "format": name, "chunk": one.contender["chunk"],
         **one.link, "prompt": settings.prompt, "batch": batch,
-        **_summary("prefill_ms", prefill), **_summary("decode_ms", decode),
+        **extent(prefill, "prefill_ms"), **extent(decode, "decode_ms"),
         "prefill_tokens_per_second": 1e3 * batch * settings.prompt / statistics.median(prefill),
         "decode_tokens_per_second": 1e3 * batch / statistics.median(decode),
         "bits_prefill": one.turns[-1][0]["bits_prefill"], "bits_decode": one.turns[-1][0]["bits_decode"],
@@ -199,10 +200,6 @@ def row_of(
         **{name: found.get(name) for name in ("same_tokens", "same_texts", "loss")},
         "loss_increase": found["loss"] - base if found and base is not None else None,
     }  # fmt: skip
-
-
-def _summary(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {name: statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
 
 
 def _bar(row: Row) -> str:

@@ -248,9 +248,8 @@ class GradientsRank:
 
     def outcome(self, name: str) -> dict[str, float]:
         """Return peak memory, and the error of the mean in the third call, when PowerSGD starts to compress."""
-        from lowbit_lab.bench.memory_run import (
-            Meter,
-        )  # loads PyTorch's compiler, which the command itself can do without
+        # It loads PyTorch's compiler, which the command itself can do without.
+        from lowbit_lab.bench.memory_run import Meter
 
         for _ in range(3):
             x = self._gradients(name)

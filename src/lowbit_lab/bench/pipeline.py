@@ -50,6 +50,7 @@ from lowbit_lab.charts.style import recommended, row_name, title_of
 from lowbit_lab.network import Link
 from lowbit_run.config import ConfigError, NonNegative, Positive, section
 from lowbit_run.report import Baseline, Column, Command, Row, Table
+from lowbit_run.report.command import extent
 from lowbit_run.train.config import AUTO, DataConfig, ModelConfig, PipelineConfig
 from lowbit_run.train.schedules import SCHEDULES
 
@@ -184,7 +185,6 @@ def row_of(one: Taken, backward: str, *, trained: bool) -> dict[str, Any]:
     split, connections, boundary = one.contender["name"].split(" ", 2)
     turns = [merged(answer["steps"] for answer in turn) for turn in one.turns]
     steps = [step for turn in turns for step in turn]
-    speeds = [step["tokens_per_second"] for step in steps]
     evaluations = [max(answer["evaluation"] for answer in turn) for turn in one.turns if turn[0]["evaluation"]]
 
     def median(name: str) -> float:
@@ -196,9 +196,7 @@ def row_of(one: Taken, backward: str, *, trained: bool) -> dict[str, Any]:
         "connections": int(connections),
         **one.link,
         **formats_of(boundary, backward),
-        "tokens_per_second": statistics.median(speeds),
-        "tokens_per_second_low": min(speeds),
-        "tokens_per_second_high": max(speeds),
+        **extent([step["tokens_per_second"] for step in steps], "tokens_per_second"),
         "seconds_per_step": median("seconds"),
         "bytes_per_step": round(median("bytes_sent")),
         **{name: median(name) for name in MEDIANS},

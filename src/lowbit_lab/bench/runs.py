@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lowbit.codecs import parse
 from lowbit.pipeline import LowBitStage, connect_more
 from lowbit.wire.messages import gather_json
-from lowbit_lab.bench.settings import STOCK, check_shape, formats_of
+from lowbit_lab.bench.settings import STOCK, check_messages, formats_of
 from lowbit_lab.bench.stock import StockTrainer
 from lowbit_lab.bench.training import capture
 from lowbit_lab.bench.workers import TIMEOUT_SECONDS, report_progress, serve
@@ -40,7 +40,7 @@ from lowbit_run.train.device import choose_device
 from lowbit_run.train.layout import make_layout
 from lowbit_run.train.loop import Run
 from lowbit_run.train.metrics import StepMetrics
-from lowbit_run.train.model import StageModule, build_model, count_layers, hidden_size
+from lowbit_run.train.model import StageModule, build_model, count_layers
 from lowbit_run.train.prepare import Prepared, prepare
 from lowbit_run.train.trainer import Trainer
 
@@ -153,9 +153,8 @@ def check_recipes(settings: Any, pipeline: PipelineConfig) -> None:
         config = recipe(settings, boundary, pipeline=pipeline)
         plan = make_layout(config.pipeline, ranks=pipeline.ranks, layers=count_layers(settings.model))
         codecs = make_codecs(config.pipeline, plan.stages - 1)
-        if (width := hidden_size(settings.model)) is not None:
-            shape = (config.rows, config.data.sequence, width)
-            check_shape(boundary, (*codecs.forward, *codecs.backward), shape)
+        both = (*codecs.forward, *codecs.backward)
+        check_messages(boundary, both, settings.model, config.rows, config.data.sequence)
     choose_device(settings.device, pipeline.ranks)
 
 

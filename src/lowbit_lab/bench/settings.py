@@ -11,7 +11,8 @@ from lowbit.codecs import Codec, parse_pair
 from lowbit_lab.network import Link
 from lowbit_run.config import ConfigError
 from lowbit_run.report import Column, Row
-from lowbit_run.train.config import AUTO
+from lowbit_run.train.config import AUTO, ModelConfig
+from lowbit_run.train.model import hidden_size
 
 STOCK = ("stock-fp32", "stock-bf16")
 """Boundaries with PyTorch's own stage, in float32 or bfloat16, as baselines."""
@@ -42,11 +43,13 @@ def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
     return dict(zip(("forward", "backward"), pair, strict=True))
 
 
-def check_shape(boundary: str, codecs: Iterable[Codec], shape: tuple[int, ...]) -> None:
-    """Check that a boundary's formats can code messages of this shape."""
+def check_messages(boundary: str, codecs: Iterable[Codec], model: ModelConfig, batch: int, sequence: int) -> None:
+    """Check that a boundary's formats can code a model's messages, if its width is known."""
+    if (width := hidden_size(model)) is None:
+        return
     for codec in codecs:
         try:
-            codec.nbytes(shape)
+            codec.nbytes((batch, sequence, width))
         except ValueError as error:
             raise ConfigError(f"boundaries has {boundary!r}: {error}") from error
 

@@ -57,15 +57,14 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / middle
 
 
+def extent(values: Sequence[float], name: str) -> dict[str, Any]:
+    """Return fields for a row: the median as `name`, `{name}_low` and `{name}_high`."""
+    return {name: statistics.median(values), f"{name}_low": min(values), f"{name}_high": max(values)}
+
+
 def summary(values: Sequence[float], name: str) -> dict[str, Any]:
-    """Return fields for a row: the median as `name`, `{name}_low`, `{name}_high`, `spread` and `rounds` (count)."""
-    return {
-        name: statistics.median(values),
-        f"{name}_low": min(values),
-        f"{name}_high": max(values),
-        "spread": spread(values),
-        "rounds": len(values),
-    }
+    """Return fields for a row: those of `extent`, `spread` and `rounds` (their number)."""
+    return {**extent(values, name), "spread": spread(values), "rounds": len(values)}
 
 
 @dataclass(frozen=True, kw_only=True)
