@@ -288,6 +288,57 @@ class Watch:
         return statistics.median(seconds), statistics.median(waited)
 
 
+class StepTimes:
+    """Seconds of this rank's steps with the same formats: compute, what follows the pipeline, and all."""
+
+    def __init__(self) -> None:
+        self.count = 0  # steps since the last choice, of which the very first compiles kernels and is not kept
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def forget(self) -> None:
+        """Forget the steps so far: those that follow are not like them."""
+        self._steps.clear()
+
+    def restart(self) -> None:
+        """Begin anew after a choice."""
+        self.count = 0
+        self.forget()
+
+    def note(self, seconds: float, work: Work) -> None:
+        """Note a step of this duration, and this rank's work in it."""
+        passed = work.compute_seconds + work.codec_seconds + work.wait_seconds
+        self._steps.append((work.compute_seconds, seconds - passed, seconds))
+
+    def medians(self, span: int) -> tuple[float, float, float]:
+        """Return medians over the last steps; `span` 0: over all."""
+        compute, rest, whole = (statistics.median(values) for values in zip(*list(self._steps)[-span:], strict=True))
+        return compute, rest, whole
+
+
+class Candidates:
+    """The formats to choose from, and what they cost.
+
+    Attributes:
+        formats: bytes of a message forward and backward by name, the most exact first. sizes: also of full precision.
+        coding: seconds to encode and to decode activations, and the same for gradients, on this rank.
+    """
+
+    def __init__(self, members: "Members", width: int) -> None:
+        shape = (members.config.rows, members.config.data.sequence, width)
+        self.formats = usable(AUTO_FORMATS, shape)
+        self.sizes = self.formats | usable((FULL_PRECISION,), shape)
+        device = members.prepared.device
+
+        def coding(text: str) -> list[float]:
+            speeds = (coding_speed(codec, shape, device, seconds=0.0) for codec in parse_pair(text))
+            return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
+
+        self.coding = together(lambda: {text: coding(text) for text in self.sizes}, members.side)[members.rank]
+
+
 class Auto:
     """Chooses the formats of a run; every rank makes one and calls the same methods.
 
@@ -297,23 +348,9 @@ class Auto:
 
     def __init__(self, members: "Members", pipeline: "Pipeline") -> None:
         self._members, self._pipeline = members, pipeline
-        self._config, self._layout = members.config, members.layout
         self.choice: FormatChoice | None = None
-        shape = (self._config.rows, self._config.data.sequence, pipeline.width)
-        self._formats = usable(AUTO_FORMATS, shape)
-        self._sizes = self._formats | usable((FULL_PRECISION,), shape)
-        device = members.prepared.device
-
-        def coding(text: str) -> list[float]:
-            speeds = (coding_speed(codec, shape, device, seconds=0.0) for codec in parse_pair(text))
-            return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
-
-        speeds = together(lambda: {text: coding(text) for text in self._sizes}, members.side)
-        self._coding = speeds[members.rank]
-        # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
-        self._timings: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
-        self._watch = Watch()
-        self._count = 0  # steps since the last choice
+        self._candidates = Candidates(members, pipeline.width)
+        self._times, self._watch = StepTimes(), Watch()
         self._steps_to_look: int | None = None  # steps before the next look; None: none is announced
         self._measured_steps = 0  # whose durations the next choice uses; 0: only the rates are looked at
         self._rates_rechecked = False  # whether a share of these rates was inferred again, from later steps
@@ -322,7 +359,8 @@ class Auto:
         """Take over the choice of a checkpoint, unless it has another number of boundaries or unknown formats."""
         try:
             choice = FormatChoice.of(stored)
-            fits = len(choice.formats) == self._layout.stages - 1 and set(choice.formats) <= set(self._formats)
+            boundaries, known = self._members.layout.stages - 1, set(self._candidates.formats)
+            fits = len(choice.formats) == boundaries and set(choice.formats) <= known
             fits = fits and choice.step >= 0 and all(rate > 0 for rate in choice.mbit.values())
         except (AttributeError, KeyError, TypeError):
             return
@@ -334,19 +372,19 @@ class Auto:
 
         A look is announced one step ahead: the step before it must not post receives, whose sizes may change.
         """
-        self._count += 1
-        if self._count > 1:  # the first step compiles kernels
-            passed = work.compute_seconds + work.codec_seconds + work.wait_seconds
-            if metrics.step == self._config.codec_warmup_steps + 1:
-                self._timings.clear()
-            self._timings.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
+        times, warmup = self._times, self._members.config.codec_warmup_steps
+        times.count += 1
+        if times.count > 1:
+            if metrics.step == warmup + 1:
+                times.forget()
+            times.note(metrics.seconds, work)
         if self.choice is not None and not self._members.links.pairs:  # one machine
             return False
         seconds = metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds
-        exact = self.choice is not None and set(self.choice.formats) == {next(iter(self._formats))}
+        exact = self.choice is not None and set(self.choice.formats) == {next(iter(self._candidates.formats))}
         span = self._watch.note(seconds, min(metrics.waiting.values()), exact=exact)
         if self.choice is None:
-            left = max(_FIRST - self._count, self._config.codec_warmup_steps - metrics.step)
+            left = max(_FIRST - times.count, warmup - metrics.step)
         else:
             if self._steps_to_look is None:
                 if span is None:
@@ -367,11 +405,11 @@ class Auto:
         if again or other:
             self._watch.forget()
         if not self._measured_steps and other:
-            self._timings.clear()
+            self._times.forget()
             self._steps_to_look, self._measured_steps, self._rates_rechecked = _FRESH, _FRESH, False
         elif not self._measured_steps and (again or (self.choice.share < 1 and not self._rates_rechecked)):
             # The steps may have been long for another reason. Only once, or formats would go back and forth.
-            self._measured_steps, self._rates_rechecked = len(self._timings), True
+            self._measured_steps, self._rates_rechecked = len(self._times), True
         self._pipeline.look_ahead(True)
         return bool(self._measured_steps) and self._steps_to_look is None
 
@@ -386,25 +424,25 @@ class Auto:
         """
         from lowbit_run.simulate.predict import share_of_rates
 
-        side, ranks, boundaries = self._members.side, self._layout.ranks, self._layout.stages - 1
-        start = FULL_PRECISION if step <= self._config.codec_warmup_steps else AUTO_FORMATS[0]
+        side, config, layout = self._members.side, self._members.config, self._members.layout
+        ranks, boundaries, candidates = layout.ranks, layout.stages - 1, self._candidates
+        start = FULL_PRECISION if step <= config.codec_warmup_steps else AUTO_FORMATS[0]
         before = (start,) * boundaries if self.choice is None else self.choice.formats
         known = bool(self._watch.tried)
         if self._members.links.pairs:  # after a warm-up: the most exact format takes no longer than full precision
             left = (AUTO_FORMATS[0],) * boundaries if self.choice is None else before
             self._watch.tried[left] = self._watch.seconds(self._measured_steps)
-        timed = list(self._timings)[-self._measured_steps :]  # all for the first choice
-        compute, rest, measured = (statistics.median(values) for values in zip(*timed, strict=True))
-        timings = gather_json([compute, rest, self._coding], side)
+        compute, rest, measured = self._times.medians(self._measured_steps)  # all for the first choice
+        timings = gather_json([compute, rest, candidates.coding], side)
         decided: Any = None
         if self._members.rank == 0:
             forecasts = [
                 forecast(
-                    self._layout, self._config.pipeline, timings[first : first + ranks], self._sizes,
+                    layout, config.pipeline, timings[first : first + ranks], candidates.sizes,
                     trips[first // ranks], {(a - first, b - first): rate for (a, b), rate in rates.items()},
-                    checksum=CHECKSUM_BYTES * self._config.run.checksums,
+                    checksum=CHECKSUM_BYTES * config.run.checksums,
                     rest=min(rest for _, rest, _ in timings), overlapped=self._members.prepared.device.type == "cuda",
-                    whole=self._config.checkpoints,
+                    whole=config.checkpoints,
                 )
                 for first in range(0, len(timings), ranks)
             ]  # fmt: skip
@@ -416,13 +454,13 @@ class Auto:
             rest = min(rest for _, rest, _ in timings)
             tried = {mix: rest + passed for mix, passed in self._watch.tried.items() if known}
             # Within a machine, few bits save nothing, and the durations of coding are too noisy to decide.
-            rank_of = self._layout.rank_of
+            rank_of = layout.rank_of
             linked = [
                 any((first + rank_of(i), first + rank_of(i + 1)) in rates for first in range(0, len(timings), ranks))
                 for i in range(boundaries)
             ]
             formats, predicted = pick_formats(
-                lambda mix, factor: tried.get(mix) or seconds(mix, share * factor), self._formats, linked,
+                lambda mix, factor: tried.get(mix) or seconds(mix, share * factor), candidates.formats, linked,
                 None if self.choice is None else before,
             )  # fmt: skip
             decided = asdict(
@@ -440,8 +478,8 @@ class Auto:
         return choice
 
     def _use(self, choice: FormatChoice, *, same: bool = False) -> None:
-        self.choice, self._steps_to_look, self._measured_steps, self._count = choice, None, 0, 0
-        self._timings.clear()
+        self.choice, self._steps_to_look, self._measured_steps = choice, None, 0
+        self._times.restart()
         self._watch.restart()
         if not same:
             self._pipeline.use_codecs(codecs_of(choice.formats))

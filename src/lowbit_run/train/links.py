@@ -12,6 +12,8 @@ from functools import cache
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed as dist
+
 from lowbit.wire.connections import (
     ADVICE,
     FASTER,
@@ -187,6 +189,36 @@ class Loss(NamedTuple):
     known: bool = True
 
 
+class Losses:
+    """What all ranks had to send again since they last asked; every rank makes one, and all ask at the same time."""
+
+    def __init__(self, side: dist.ProcessGroup | None) -> None:
+        self._side, self._before = side, Segments(0, 0)
+
+    def since_last(self) -> list[Loss]:
+        """Return the losses of each rank since the last call."""
+        now, before = segments(), self._before
+        own = Loss(now.since(before), now.again - before.again, congestion_control(), can_count())
+        self._before = now
+        return [Loss(*stated) for stated in gather_json(own, self._side)]
+
+
+class Backoff:
+    """When to act again: not before a pause, which is twice as long each time that nothing helped.
+
+    Attributes:
+        next: step from which on to act; 0 before the first time.
+    """
+
+    def __init__(self) -> None:
+        self.next, self._pause = 0, _EVERY
+
+    def note(self, done: int, *, helped: bool) -> None:
+        """Note that something was tried after `done` steps."""
+        self._pause = _EVERY if helped else 2 * self._pause
+        self.next = done + self._pause
+
+
 class Connections:
     """Connections of a run; every rank makes one, when the process groups exist.
 
@@ -201,15 +233,14 @@ class Connections:
 
     def __init__(self, members: "Members", rate: Callable[[], float], say: Callable[[str], None]) -> None:
         self._members, self._rate, self._say = members, rate, say
-        self._wanted = members.config.run.connections
-        self._before = Segments(0, 0)
-        self._fixed = self._wanted != "auto" or not members.links.pairs
-        self._next, self._pause = 0, _EVERY  # step from which it acts again, and the pause before that
+        self._losses, self._backoff = Losses(members.side), Backoff()
+        wanted = members.config.run.connections
+        self._fixed = wanted != "auto" or not members.links.pairs
         self._said: set[str] = set()
         self._permitted = False  # BBR, by all machines
         self.count, self.control = 1, ""
-        if isinstance(self._wanted, int):
-            self._connect(self._wanted)
+        if isinstance(wanted, int):
+            self._connect(wanted)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -228,10 +259,7 @@ class Connections:
         Args:
             done: steps done.
         """
-        now = segments()
-        loss = Loss(now.since(self._before), now.again - self._before.again, congestion_control(), can_count())
-        self._before = now
-        losses = [Loss(*stated) for stated in gather_json(loss, self._members.side)]
+        losses = self._losses.since_last()
         self.control = ", ".join(sorted({loss.control for loss in losses if loss.control}))
         if self._fixed:
             return False
@@ -239,17 +267,16 @@ class Connections:
             self._said.add("blind")
             self._say("lost packets cannot be counted (Linux only): if a link loses any, set run.connections")
         worst = max(losses, key=lambda loss: (is_lossy(loss.share, loss.again), loss.share))
-        if done < self._next or not is_lossy(worst.share, worst.again):
+        if done < self._backoff.next or not is_lossy(worst.share, worst.again):
             return False
         acted = self._act(f"up to {100 * worst.share:.2g} % of TCP packets are sent again", losses)
-        self._pause = _EVERY if acted else 2 * self._pause
-        self._next = done + self._pause
+        self._backoff.note(done, helped=acted)
         return acted
 
     def _act(self, symptom: str, losses: list[Loss]) -> bool:
         """Try BBR, then more connections; returns whether one of them is used from now on."""
         faster = {loss.control for loss in losses} == {FASTER}
-        if faster and not self._next:
+        if faster and not self._backoff.next:
             self._say(f"{symptom}; {FASTER.upper()} is in use, which single losses hardly slow down")
             return False
         before, usual = self._rate(), " and ".join(sorted({loss.control for loss in losses} - {FASTER, ""})).upper()
