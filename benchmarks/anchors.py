@@ -9,8 +9,7 @@ without and with anchors, and what anchors save, with standard errors over windo
 
 import argparse
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.real import opened
-from lowbit.codecs import TransformQuant
+from lowbit.codecs import Codec, TransformQuant
 from lowbit.pipeline import Emulation, TokenAnchor, emulate_
 from lowbit_lab.bench.training import boundary_modules
 
@@ -33,23 +32,24 @@ def windows(tokenizer: Any, file: Path, count: int, length: int, *, at: int = 0)
 
 
 @torch.no_grad()
-def outputs(model: Any, ids: Tensor, emulation: Emulation | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logarithms of probabilities (windows, tokens, vocabulary), and the losses (windows,), of a few windows."""
-    for part in ids.split(AT_ONCE):
-        if emulation is not None:
-            emulation.set_tokens(part)
-        logs = model(input_ids=part, use_cache=False).logits[:, :-1].log_softmax(-1)
-        yield logs, -logs.gather(2, part[:, 1:, None]).mean((1, 2))
+def read(model: Any, ids: Tensor, emulation: Emulation | None = None) -> tuple[Tensor, Tensor]:
+    """Return logarithms of probabilities (windows, tokens, vocabulary), and the losses (windows,), of a few windows."""
+    if emulation is not None:
+        emulation.set_tokens(ids)
+    logs = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    return logs, -logs.gather(2, ids[:, 1:, None]).mean((1, 2))
 
 
-def compared(model: Any, ids: Tensor, exact: Sequence[tuple[Tensor, Tensor]], emulation: Emulation) -> Tensor:
-    """Return the rise of each window's loss, and its divergence from the exact model: (2, windows)."""
-    found = []
-    for (expected, loss), (logs, coded_loss) in zip(exact, outputs(model, ids, emulation), strict=True):
-        expected = expected.float()
-        divergence = (expected.exp() * (expected - logs)).sum(-1).mean(1)
-        found.append(torch.stack([coded_loss - loss, divergence]))
-    return torch.cat(found, 1)
+def warmed(model: Any, codec: Codec, anchor: TokenAnchor | None, exact: Tensor, coded: Tensor) -> tuple[Any, Emulation]:
+    """Return a copy of a model that shares its weights, whose boundaries windows have crossed."""
+    copy = deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())}).train()
+    emulation = emulate_(copy, at=boundary_modules(copy, STAGES), forward=codec, warmup_steps=1, anchor=anchor)
+    for part in exact.split(AT_ONCE) if anchor is not None else ():
+        read(copy, part, emulation)
+    emulation.step()
+    for part in coded.split(AT_ONCE):
+        read(copy, part, emulation)
+    return copy.eval(), emulation
 
 
 def shown(values: Tensor) -> str:
@@ -75,31 +75,32 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     [(_, tokenizer, load)] = opened([given.model])
-    model = load()
-    places = boundary_modules(model, STAGES)
+    model = load().eval()
     each = -(-(given.exact + given.warm) // len(given.fit))
     fitted = torch.cat([windows(tokenizer, file, each, given.tokens) for file in given.fit])
     fitted = fitted[torch.randperm(len(fitted), generator=torch.Generator().manual_seed(0))]
     texts = {file.name: windows(tokenizer, file, given.windows, given.tokens) for file in given.text}
-    exact: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name, ids in texts.items():
-        exact[name] = [(logs.half(), loss) for logs, loss in outputs(model.eval(), ids)]
-        print(f"{name}: exact {torch.cat([loss for _, loss in exact[name]]).mean():.4f} nats", flush=True)  # noqa: T201
+    exact, coded = fitted[: given.exact], fitted[given.exact :][: given.warm]
     embedding = model.get_input_embeddings().weight.detach()
-    for bits in given.bits:
-        measured: list[dict[str, Tensor]] = []
-        for anchor in (None, TokenAnchor(embedding=embedding)):
-            emulation = emulate_(model, at=places, forward=TransformQuant(bits=bits), warmup_steps=1, anchor=anchor)
-            model.train()
-            if anchor is not None:
-                deque(outputs(model, fitted[: given.exact], emulation), maxlen=0)
-            emulation.step()
-            deque(outputs(model, fitted[given.exact :][: given.warm], emulation), maxlen=0)
-            model.eval()
-            measured.append({name: compared(model, ids, exact[name], emulation) for name, ids in texts.items()})
-            emulation.remove()
-        for name in texts:
-            for what, plain, anchored in zip(("loss", "divergence"), *(each[name] for each in measured), strict=True):
+    copies = {
+        (bits, anchor is not None): warmed(model, TransformQuant(bits=bits), anchor, exact, coded)
+        for bits in given.bits
+        for anchor in (None, TokenAnchor(embedding=embedding))
+    }
+    for name, ids in texts.items():
+        losses: list[Tensor] = []
+        found: dict[tuple[float, bool], list[Tensor]] = {key: [] for key in copies}  # (2, windows) each
+        for part in ids.split(AT_ONCE):
+            expected, loss = read(model, part)
+            losses.append(loss)
+            for key, (copy, emulation) in copies.items():
+                logs, coded_loss = read(copy, part, emulation)
+                divergence = (expected.exp() * (expected - logs)).sum(-1).mean(1)
+                found[key].append(torch.stack([coded_loss - loss, divergence]))
+        print(f"{name}: exact {torch.cat(losses).mean():.4f} nats", flush=True)  # noqa: T201
+        for bits in given.bits:
+            both = zip(torch.cat(found[bits, False], 1), torch.cat(found[bits, True], 1), strict=True)
+            for what, (plain, anchored) in zip(("loss", "divergence"), both, strict=True):
                 print(  # noqa: T201
                     f"{name}, {bits:g} bits, {what}: {shown(plain)}; with anchors {shown(anchored)}; "
                     f"saved {shown(plain - anchored)}; {plain.mean() / anchored.mean():.2f} times less",
