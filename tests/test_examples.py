@@ -91,6 +91,28 @@ def test_an_own_codec_is_compared_with_others(capsys: pytest.CaptureFixture[str]
     assert all(float(loss) < 5.6 for _, _, loss in rows.values())  # guessing costs log(256) = 5.5
 
 
+def test_learned_boundaries_send_what_their_page_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    example = runpy.run_path(str(EXAMPLES / "learned_boundary.py"))
+    compare = example["main"]
+    compare.__globals__.update(LENGTH=32)
+    monkeypatch.setattr(sys, "argv", ["learned_boundary.py", "--steps", "2"])
+    compare()
+    rows = {
+        line[:24].strip(): [float(x) for x in line[24:].split()] for line in capsys.readouterr().out.splitlines()[1:]
+    }
+    assert list(rows) == list(example["ROWS"])
+    checksums = 2 * CHECKSUM_BYTES / (compare.__globals__["BATCH"] * 32)  # one forward, one backward, of each message
+    sent = {name: each[0] for name, each in rows.items()}
+    assert sent["FP32"] == pytest.approx(8 * 128 + checksums, abs=0.05)
+    assert sent["rank 16"] == pytest.approx(8 * 16 + checksums, abs=0.05)
+    assert sent["rank 16 + ids"] == pytest.approx(8 * 16 + checksums + 2, abs=0.05)
+    assert sent["rank 16 + ids + INT4"] == pytest.approx(2 * 16 * 4.5 / 8 + checksums + 2, abs=0.05)
+    assert sent["ids only"] == 2
+    assert all(5 < loss < 9 for *_, loss in rows.values())  # guessing costs log(1024) = 6.9
+
+
 def test_the_notebook_measures_formats(capsys: pytest.CaptureFixture[str]):
     notebook = json.loads((EXAMPLES / "measure_format.ipynb").read_text(encoding="utf-8"))
     settings, *cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
