@@ -120,6 +120,16 @@ def cell(page: str, start: str, column: int) -> Callable[[Records], float]:
     return lambda r: r.cell(page, start, column)
 
 
+def percent(share: Callable[[Records], float]) -> Callable[[Records], float]:
+    """Return what gives a share in percent."""
+    return lambda r: 100 * share(r)
+
+
+def rest(kept: Callable[[Records], float]) -> Callable[[Records], float]:
+    """Return what gives by how many percent a figure is lower, from what is left of it."""
+    return lambda r: 100 - kept(r)
+
+
 def all_of(*figures: Callable[[Records], float]) -> Callable[[Records], list[Any]]:
     """Return what gives all of these figures."""
     return lambda r: [figure(r) for figure in figures]
@@ -134,6 +144,13 @@ SAME = [
 ]
 CHECKPOINTS = [cell("memory", "a plan with at most 0.7: checkpoints", n) for n in (2, 3)]
 NORMS = [cell("memory", "4 bits for norms, too: AGoQ's", n) for n in (1, 2, 3)]
+GRADIENTS = [
+    percent(cell("memory", f"{model} | ours", 2)) for model in ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Gemma 3 270M")
+]
+GSM8K = [cell("convergence", "TAH-Quant as published, by tile, today's format", n) for n in (2, 3)]
+COAT = [
+    rest(cell("memory", start, n)) for start in ("fp8: all saved tensors", "AGoQ as published, agoq") for n in (2, 4)
+]
 LESS = all_of(less("saved"), less("peak"))
 WITH_8BIT = less("peak", "low-bit+8bit")
 
@@ -165,6 +182,9 @@ QUOTED: list[tuple[str, str, Callable[[Records], list[Any]]]] = [
     (INDEX, "4096 tokens; {:.0f} % with 8-bit gradients and optimizer", all_of(WITH_8BIT)),
     (LIMITS, "the peak falls by {:.0f} %", all_of(WITH_8BIT)),
     (PAPERS, "{:.0f} % less at 4096 tokens, 2 layers; as published: {:.0f} % less", all_of(WITH_8BIT, agoq)),
+    (PAPERS, "{:.0f} % less saved, {:.0f} % less at the peak; AGoQ as published {:.0f} and {:.0f} %", all_of(*COAT)),
+    (PAPERS, "ours {:.1f}, {:.1f} and {:.1f} % (memory)", all_of(*GRADIENTS)),
+    (PAPERS, "v2: loss {:+.4f}, evaluated through the codec {:+.4f}", all_of(*GSM8K)),
     (SAVED, "a small Llama kept {:.0f} % less", all_of(less("saved"))),
     (COMPARISON, "checkpointing keeps {:.0f} % of the saved bytes, peaks at {:.0f} % of the memory and takes {:.0f} %",
      all_of(*(saved(field, "checkpoint") for field in ("saved", "peak", "time")))),
