@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import shutil
 import string
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,12 @@ def test_other_stages_keep_fits_or_fit_them_again(ranks: Ranks, tmp_path: Path):
     kept = again(resumed, pipeline={"ranks": 2, "layers": [2, 2]})  # after layer 1, where a boundary was
     found = ranks.run(steps, kept, timeout=LIMIT)[0]
     assert [metrics.step for metrics in found] == [4]
+    longer = again(kept, pipeline={"warmup_steps": 5}, run={"steps": 6, "output": str(tmp_path / "longer")})
+    shutil.copytree(config.run.output, longer.run.output)
+    first, _ = ranks.run(said, longer, timeout=LIMIT)
+    assert first[0] == "the token anchor after layer 1 is fitted anew, in steps 5 to 5 of the warm-up", (
+        "no sums are left"
+    )
     moved = again(resumed, pipeline={"ranks": 2, "layers": [3, 1]}, run={"steps": 6})
     outcomes = ranks.outcomes(steps, moved, timeout=LIMIT)
     text = (

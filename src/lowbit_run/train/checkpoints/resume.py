@@ -228,8 +228,9 @@ class _Sources:
     def _fits(self, memory: "_Memory", codec: str, end: End) -> bool:
         """Whether a codec can use a memory: the same format and, unless shapes share a memory, the same shape."""
         config, first = self._pipeline.config, self._saved.first
-        if end.direction == ANCHOR:
-            return memory.codec == codec
+        if end.direction == ANCHOR:  # a warm-up that continues after the fit has nothing to add to: its sums are gone
+            finished = self._saved.step < config.codec_warmup_steps and "sums" not in memory.items
+            return memory.codec == codec and not finished
         if not _same(memory.codec, codec):
             return False
         if end.direction == "forward" and first.identity.get("pipeline.anchor", False) != config.pipeline.anchor:
