@@ -8,8 +8,8 @@ formats chosen again. Where coding or computing takes as long as a step, nobody 
 so the links are also measured about twice a minute.
 
 On a busy machine a forecast is not enough: the system runs a process that mostly waits for its link as soon as it can,
-and one that always computes only for its share of the time, so that computing takes longer with fewer bits. So formats
-with which steps take longer than with those before are left again, for some minutes.
+and one that always computes only for its share of the time, so that computing takes longer with fewer bits. So a run
+returns to the former formats if steps take longer than with these, and tries others again after some minutes.
 """
 
 import functools
@@ -42,8 +42,8 @@ _LOOK_SECONDS = 30.0  # of steps after which the links are measured again, whate
 _RARELY = 10  # times as long, where formats with more bits do not exist: steps show links that become slower
 _LOOK_SHARE, _SOONER_SHARE = 1 / 20, 1 / 8  # most of the time that looks may take: these, and those after a change
 _OTHER_RATE = 1.5  # factor by which a link must differ from the last choice's for another choice without a change
-_WORSE = 1.1  # times as long as with formats that were left: such steps let measured durations decide
-_FORGET = 10  # regular looks after which formats that were left as slower may be chosen again
+_WORSE = 1.1  # times as long as with the former formats: after such steps, these are used again
+_RETRY_SECONDS = 300.0  # of steps after such a return, until the formats are chosen by forecast again
 _FRESH = 3  # steps after such a look whose durations count: those before may be of the old rate
 _KEEP = 1.10  # relative to the fastest: present formats with more bits than the best stay up to this duration
 _SLOWER = 1.35  # more bits must also do on links that are slower by this, so that formats do not follow a wobble
@@ -219,18 +219,18 @@ class Watch:
     """Decides when to look at the links again, from numbers that are the same on all ranks.
 
     Attributes:
-        tried: seconds of a step with the formats of former choices, while the links are the same.
+        former: the formats before the last choice and the seconds of a step with them; None if they are the same ones.
+        returned: the last choice returned to the former formats.
     """
 
     def __init__(self) -> None:
         self._elapsed, self._cost = 0.0, 0.0  # seconds of steps since the last look, and seconds that it took
-        self.tried: dict[tuple[str, ...], float] = {}
-        self._worse = False  # formats were left since steps took longer than with those before
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, former: tuple[tuple[str, ...], float] | None = None, *, returned: bool = False) -> None:
         """Begin anew after a choice: the steps that follow are the usual ones."""
-        self._elapsed = 0.0
+        self.former, self.returned = former, returned
+        self._elapsed, self._since = 0.0, 0.0  # the second: seconds of steps since the choice
         self._steps: deque[tuple[float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
         self._count, self._looks, self._usual = 0, 0, (0.0, 0.0)
 
@@ -246,6 +246,7 @@ class Watch:
             exact: the formats are the most exact ones.
         """
         self._elapsed += seconds
+        self._since += seconds
         self._count += 1
         if self._count > 1:  # the first step compiles kernels
             self._steps.append((seconds, waited))
@@ -254,34 +255,34 @@ class Watch:
             self._usual = self._medians(_USUAL)
         if after >= 0 and self._cost <= _SOONER_SHARE * self._elapsed:
             usual, usually_waited = self._usual
-            if usual > _WORSE * min(self.tried.values(), default=math.inf):
-                self._usual, self._worse = (min(self.tried.values()), usually_waited), True
+            if self.worse:
                 return _USUAL
             for span, factor in _CHANGES:
                 change = 1 + (self._medians(span)[1] - usually_waited) / usual
                 if after >= span and not 1 / factor < change < factor:
-                    self.forget()
                     return span
         pause = max(_LOOK_SECONDS, self._cost / _LOOK_SHARE)
         return 0 if self._elapsed >= (_RARELY * pause if exact and self._looks else pause) else None
 
-    def forget(self) -> None:
-        """Forget what steps took before: links or machines are not the same."""
-        self.tried.clear()
-        self._worse = False
+    @property
+    def worse(self) -> float | None:
+        """How many times as long steps take as with the former formats, if they take much longer."""
+        if self.former is None or self._usual[0] <= _WORSE * self.former[1]:
+            return None
+        return self._usual[0] / self.former[1]
 
     @property
-    def forgotten(self) -> bool:
-        """Whether formats were left as slower so long ago that they may be chosen again."""
-        return self._worse and self._looks >= _FORGET
+    def retries(self) -> bool:
+        """Whether the return to the former formats is so long ago that others may be chosen."""
+        return self.returned and self._since >= _RETRY_SECONDS
 
     def seconds(self, span: int) -> float:
         """Return the seconds of the median of the last steps, or of all since the last choice if `span` is 0."""
         return self._medians(span or len(self._steps))[0]
 
     def change(self, span: int) -> float | None:
-        """Return how many times as long as usual the last steps took; None if it is not known what is usual."""
-        return self.seconds(span) / self._usual[0] if self._usual[0] else None
+        """Return how many times as long as before the last steps took; None if it is not known what is usual."""
+        return self.worse or (self.seconds(span) / self._usual[0] if self._usual[0] else None)
 
     def _medians(self, span: int) -> tuple[float, float]:
         seconds, waited = zip(*list(self._steps)[-span:], strict=True)
@@ -401,13 +402,15 @@ class Auto:
         factors = [max(rate / before[name], before[name] / rate) for name, rate in mbit.items() if name in before]
         self._watch.looked(max(gather_json(seconds, self._members.side)))
         self._steps_to_look = None
-        again, other = self._watch.forgotten, max(factors, default=1.0) >= _OTHER_RATE
-        if again or other:
-            self._watch.forget()
+        other = max(factors, default=1.0) >= _OTHER_RATE
+        if other:  # which explains other durations
+            self._watch.former = None
         if not self._measured_steps and other:
             self._times.forget()
             self._steps_to_look, self._measured_steps, self._rates_rechecked = _FRESH, _FRESH, False
-        elif not self._measured_steps and (again or (self.choice.share < 1 and not self._rates_rechecked)):
+        elif not self._measured_steps and (
+            self._watch.retries or (self.choice.share < 1 and not self._rates_rechecked)
+        ):
             # The steps may have been long for another reason. Only once, or formats would go back and forth.
             self._measured_steps, self._rates_rechecked = len(self._times), True
         self._pipeline.look_ahead(True)
@@ -428,10 +431,7 @@ class Auto:
         ranks, boundaries, candidates = layout.ranks, layout.stages - 1, self._candidates
         start = FULL_PRECISION if step <= config.codec_warmup_steps else AUTO_FORMATS[0]
         before = (start,) * boundaries if self.choice is None else self.choice.formats
-        known = bool(self._watch.tried)
-        if self._members.links.pairs:  # after a warm-up: the most exact format takes no longer than full precision
-            left = (AUTO_FORMATS[0],) * boundaries if self.choice is None else before
-            self._watch.tried[left] = self._watch.seconds(self._measured_steps)
+        back = self._watch.former if self._watch.worse else None
         compute, rest, measured = self._times.medians(self._measured_steps)  # all for the first choice
         timings = gather_json([compute, rest, candidates.coding], side)
         decided: Any = None
@@ -451,8 +451,6 @@ class Auto:
                 return max(predict(mix, share) for predict in forecasts)
 
             share = share_of_rates(lambda share: seconds(before, share), measured)
-            rest = min(rest for _, rest, _ in timings)
-            tried = {mix: rest + passed for mix, passed in self._watch.tried.items() if known}
             # Within a machine, few bits save nothing, and the durations of coding are too noisy to decide.
             rank_of = layout.rank_of
             linked = [
@@ -460,9 +458,12 @@ class Auto:
                 for i in range(boundaries)
             ]
             formats, predicted = pick_formats(
-                lambda mix, factor: tried.get(mix) or seconds(mix, share * factor), candidates.formats, linked,
+                lambda mix, factor: seconds(mix, share * factor), candidates.formats, linked,
                 None if self.choice is None else before,
             )  # fmt: skip
+            if back:
+                formats = back[0]
+                predicted["these"] = seconds(formats, share)
             decided = asdict(
                 FormatChoice(
                     step=step, formats=formats, predicted=predicted, mbit=mbit, share=share,
@@ -473,14 +474,19 @@ class Auto:
             )  # fmt: skip
         decided = gather_json(decided, side)[0]
         choice = FormatChoice.of(decided)
+        # After a warm-up: the most exact format takes no longer than full precision.
+        left = (AUTO_FORMATS[0],) * boundaries if self.choice is None else before
+        former = None
+        if self._members.links.pairs and not back and left != choice.formats:
+            former = left, self._watch.seconds(self._measured_steps)
         same = self.choice is not None and before == choice.formats
         self._use(choice, same=same)
+        self._watch.restart(former, returned=bool(back))
         return choice
 
     def _use(self, choice: FormatChoice, *, same: bool = False) -> None:
         self.choice, self._steps_to_look, self._measured_steps = choice, None, 0
         self._times.restart()
-        self._watch.restart()
         if not same:
             self._pipeline.use_codecs(codecs_of(choice.formats))
         self._pipeline.look_ahead(True)

@@ -229,8 +229,11 @@ class _Sources:
         """Whether a codec can use a memory: the same format and, unless shapes share a memory, the same shape."""
         config, first = self._pipeline.config, self._saved.first
         if end.direction == ANCHOR:  # a warm-up that continues after the fit has nothing to add to: its sums are gone
-            finished = self._saved.step < config.codec_warmup_steps and "sums" not in memory.items
-            return memory.codec == codec and not finished
+            in_warm_up, sums = (
+                self._saved.step < config.codec_warmup_steps,
+                {path.rpartition("/")[2] for path in memory.items},
+            )
+            return memory.codec == codec and (not in_warm_up or "sums" in sums)
         if not _same(memory.codec, codec):
             return False
         if end.direction == "forward" and first.identity.get("pipeline.anchor", False) != config.pipeline.anchor:
