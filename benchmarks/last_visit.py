@@ -46,6 +46,8 @@ def main() -> None:
     for name, default in {"samples": 64, "tokens": 128, "batch": 8, "epochs": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
+    if given.samples % given.batch or given.samples < 2 * given.batch:
+        parser.error(f"--samples is {given.samples}; allowed: a multiple of --batch {given.batch}, at least twice it")
     torch.set_num_threads(1)
     [(_, tokenizer, load)] = opened([given.model])
     model = load().train()

@@ -41,6 +41,8 @@ def filled(page: str, phrase: str, figures: list[Any]) -> str:
     found = list(pattern_of(phrase).finditer(page))
     if not found:
         raise ValueError(f"no sentence {phrase!r}")
+    if len({match.groups() for match in found}) > 1:
+        raise ValueError(f"sentences {phrase!r} with different figures")
     texts = [form.format(figure) for form, figure in zip(re.findall(r"\{[^}]*\}", phrase), figures, strict=True)]
     for match in reversed(found):
         for number, text in reversed(list(enumerate(texts, start=1))):

@@ -49,7 +49,10 @@ class Records:
 
     def value(self, name: str, field: str, **where: Any) -> Any:
         """Return a field of the one row that has these values."""
-        return self.row(name, **where)[field]
+        row = self.row(name, **where)
+        if field not in row:
+            raise Missing(f"{name}.json has no {field}")
+        return row[field]
 
     def stated(self, page: str, pattern: str) -> float:
         """Return the one number that a page of results states where the pattern matches."""

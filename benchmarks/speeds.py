@@ -161,6 +161,11 @@ def run_part(part: Part, folder: Path, *, quick: bool, texts: Path | None) -> st
     if process.returncode:
         last = (folder / f"{part.name}.log").read_text("utf-8", "replace").strip().splitlines()[-1:]
         return f"exit status {process.returncode}: {''.join(last)}"
+    made = record / part.made if part.made else record
+    try:
+        json.loads(made.read_text("utf-8"))["rows"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"no record: {error}"
     return ""
 
 
@@ -256,7 +261,7 @@ def main(words: Sequence[str] | None = None) -> None:
     names = given.parts.split(",") if given.parts else [part.name for part in PARTS]
     if unknown := sorted(set(names) - {part.name for part in PARTS}):
         parser.error(f"--parts has {', '.join(unknown)}; allowed: {', '.join(part.name for part in PARTS)}")
-    if given.quick and given.root.resolve() == ROOT:
+    if given.quick and given.root.resolve() == ROOT.resolve():
         parser.error("--quick needs --root: a copy of README.md and docs/, for its figures mean nothing")
     if given.texts and not all((given.texts / name).is_file() for name in ("valid.txt", "test.txt")):
         parser.error(f"--texts is {given.texts}; allowed: a folder with valid.txt and test.txt")

@@ -46,12 +46,10 @@ def recorded(boundary: str, steps: int) -> dict[str, Any]:
         running = []
         for rank in range(2):
             words = f"train {OPTIONS} --run.steps {steps} --pipeline.forward {boundary} --run.output {folder}/{rank}"
-            environment = os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": network.address(0), "MASTER_PORT": "29400", "COLUMNS": str(SIDE - 4),
-                "GLOO_SOCKET_IFNAME": network.interface(rank), "LOWBIT_SECRET": "of-the-picture",
-            }  # fmt: skip
-            argv = ["taskset", "-c", str(rank), sys.executable, "-m", "lowbit", *words.split()]
+            own = {"COLUMNS": str(SIDE - 4), "LOWBIT_SECRET": "of-the-picture"}
+            environment = os.environ | network.environment(rank) | own
+            cores = sorted(os.sched_getaffinity(0))
+            argv = ["taskset", "-c", str(cores[rank % len(cores)]), sys.executable, "-m", "lowbit", *words.split()]
             running.append(network.popen(rank, argv, env=environment, stdout=PIPE, stderr=STDOUT, text=True))
         texts = [process.communicate()[0] for process in running]
         if failed := [text for text, process in zip(texts, running, strict=True) if process.returncode]:

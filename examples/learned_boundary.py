@@ -1,8 +1,9 @@
 """Learned boundaries, and their floor, a boundary that sends only ids: `python examples/learned_boundary.py`.
 
 A small Llama trains in four stages, emulated in one process, once with each kind of boundary. A learned boundary sends
-`rank` numbers of each token; a table adds what the receiver has learned for the token's id. The first tenth of the
-steps crosses exactly and is not counted. Takes ten minutes.
+`rank` numbers of each token; a table adds what the receiver has learned for the token's id. Not counted: the first
+tenth of the steps, which crosses exactly, and what keeps the sender's copy of a table equal to the receiver's, whose
+gradients arise at both ends. Takes ten minutes.
 """
 
 import argparse

@@ -39,7 +39,7 @@ class TokenAnchor:
     Gradients are coded as without.
 
     The sums of the fit are those of integers (7 bits of what each column holds in up to 1024 tokens), which are exact
-    in any order and on every device, so that both ends get the same fit.
+    in any order and on every device, so that both ends solve for the same fit; last bits of solutions may differ.
 
     A fit is used if it leaves at most 80 % of the weighted energy, as estimated for other tokens from what it leaves of
     those that it has seen, its degrees of freedom and the number of different tokens; one line of the log says so. It

