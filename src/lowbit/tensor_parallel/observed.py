@@ -186,8 +186,6 @@ def effects_of(
 
 def _counted(outputs: Any) -> Tensor:
     """Return a model's logits, or else its last hidden states, float32 (tokens, ...), with zeros for masked ones."""
-    lowest, y = _MASKED, outputs
-    if not isinstance(outputs, Tensor):
-        has_logits = hasattr(outputs, "logits")
-        lowest, y = (_MASKED, outputs.logits) if has_logits else (-torch.inf, outputs.last_hidden_state)
+    y = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    y, lowest = (outputs.last_hidden_state, -torch.inf) if y is None else (y, _MASKED)
     return y.float().where((y > lowest) & (y < torch.inf), 0.0).flatten(0, -2)  # NaN is neither
