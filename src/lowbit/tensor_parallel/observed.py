@@ -186,6 +186,10 @@ def effects_of(
 
 def _counted(outputs: Any) -> Tensor:
     """Return a model's logits, or else its last hidden states, float32 (tokens, ...), with zeros for masked ones."""
-    y = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    y, lowest = (outputs.last_hidden_state, -torch.inf) if y is None else (y, _MASKED)
+    if isinstance(outputs, Tensor):
+        y, lowest = outputs, _MASKED
+    elif getattr(outputs, "logits", None) is not None:
+        y, lowest = outputs.logits, _MASKED
+    else:
+        y, lowest = outputs.last_hidden_state, -torch.inf
     return y.float().where((y > lowest) & (y < torch.inf), 0.0).flatten(0, -2)  # NaN is neither
