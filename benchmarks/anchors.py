@@ -4,11 +4,15 @@ A pretrained model reads windows of each text through three boundaries, after a 
 its layers, forward only: exactly, with `TransformQuant` at each rate, and the same with anchors. Before, windows of the
 files to fit cross: some exactly, to fit the anchors, then some coded, so that the format has a basis. For each text and
 rate, a line has the rise of the loss and the Kullback-Leibler divergence from the exact model, in nats for each token,
-without and with anchors, and what anchors save, with standard errors over windows.
+without and with anchors, and what anchors save, with standard errors over windows. `--speed` prints instead, for each
+rate, the processor time to encode and to decode the text's activations in the middle of the model.
 """
 
 import argparse
 import logging
+import statistics
+import time
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,9 @@ from torch import Tensor
 
 from benchmarks.real import opened
 from lowbit.codecs import Codec, TransformQuant
+from lowbit.codecs.foreign import open_session
 from lowbit.pipeline import Emulation, TokenAnchor, emulate_
+from lowbit.pipeline.anchors import Fit
 from lowbit_lab.bench.training import boundary_modules
 
 STAGES, AT_ONCE = 4, 4
@@ -52,6 +58,72 @@ def warmed(model: Any, codec: Codec, anchor: TokenAnchor | None, exact: Tensor, 
     return copy.eval(), emulation
 
 
+class Ends:
+    """Both ends of a boundary, which code as `lowbit.pipeline` does, and nanoseconds an element of each message."""
+
+    def __init__(self, codec: Codec, x: Tensor, fit: Fit | None) -> None:
+        self._sender, self._receiver = (
+            open_session(codec, shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2)
+        )
+        self._fit = fit
+        self.encoding, self.decoding = list[float](), list[float]()
+
+    def send(self, ids: Tensor, x: Tensor) -> None:
+        """Encode and decode a message."""
+        out = torch.empty_like(x)
+        times = [time.process_time()]
+        if self._fit is not None and (predicted := self._fit.predict(ids)) is not None:
+            x = torch.sub(x, predicted, out=predicted)
+        payload = self._sender.encode(x)
+        times.append(time.process_time())
+        y = self._receiver.decode(payload, out=out)
+        if self._fit is not None and (predicted := self._fit.predict(ids)) is not None:
+            out.copy_(y.add_(predicted))
+        times.append(time.process_time())
+        nanoseconds = 1e9 / x.numel()
+        self.encoding.append(nanoseconds * (times[1] - times[0]))
+        self.decoding.append(nanoseconds * (times[2] - times[1]))
+
+
+@torch.no_grad()
+def print_speeds(model: Any, messages: Tensor, exact: int, rates: Sequence[float]) -> None:
+    """Print how long messages take without and with anchors, in turn, which earlier messages are fitted to.
+
+    Args:
+        messages: ids (messages, windows, tokens). exact: messages that are fitted to.
+    """
+    xs: list[Tensor] = []
+    middle = dict(model.named_modules())[boundary_modules(model, 2)[0]]
+    with middle.register_forward_hook(lambda _, __, y: xs.append((y[0] if isinstance(y, tuple) else y).clone())):
+        for ids in messages:
+            model(input_ids=ids, use_cache=False)
+    anchor = TokenAnchor(embedding=model.get_input_embeddings().weight.detach())
+    fit = Fit(anchor, "the middle", xs[0].shape[-1], xs[0].device)
+    for ids, x in zip(messages[:exact], xs, strict=False):
+        fit.learn(ids, x)
+    for ids in messages:
+        fit.predict(ids)
+    for bits in rates:
+        plain, anchored = (Ends(TransformQuant(bits=bits), xs[0], each) for each in (None, fit))
+        for turn in range(4):
+            for ids, x in zip(messages[exact:], xs[exact:], strict=True):
+                plain.send(ids, x)
+                anchored.send(ids, x)
+            if not turn:  # compiles
+                for ends in (plain, anchored):
+                    ends.encoding.clear()
+                    ends.decoding.clear()
+        both = [[a + b for a, b in zip(ends.encoding, ends.decoding, strict=True)] for ends in (plain, anchored)]
+        ratios = [b / a for a, b in zip(*both, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        medians = [statistics.median(x) for e in (plain, anchored) for x in (e.encoding, e.decoding)]
+        print(  # noqa: T201
+            f"{bits:g} bits: encoding and decoding take {medians[0]:.1f} and {medians[1]:.1f} ns an element, with "
+            f"anchors {medians[2]:.1f} and {medians[3]:.1f}; together {statistics.median(ratios):.2f} times as long "
+            f"(half of the messages: {low:.2f} to {high:.2f})"
+        )
+
+
 def shown(values: Tensor) -> str:
     """Return the mean and its standard error as text."""
     return f"{values.mean():+.4f} ± {values.std() / len(values) ** 0.5:.4f}"
@@ -71,6 +143,7 @@ def main() -> None:
         ("warm", 8, "that are coded afterwards, likewise"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"windows {about}")
+    parser.add_argument("--speed", action="store_true", help="measure how long messages of four windows take instead")
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -80,6 +153,11 @@ def main() -> None:
     fitted = torch.cat([windows(tokenizer, file, each, given.tokens) for file in given.fit])
     fitted = fitted[torch.randperm(len(fitted), generator=torch.Generator().manual_seed(0))]
     texts = {file.name: windows(tokenizer, file, given.windows, given.tokens) for file in given.text}
+    if given.speed:
+        messages = torch.cat([fitted, *texts.values()])
+        messages = messages[: len(messages) // AT_ONCE * AT_ONCE].view(-1, AT_ONCE, given.tokens)
+        print_speeds(model, messages, given.exact // AT_ONCE, given.bits)
+        return
     exact, coded = fitted[: given.exact], fitted[given.exact :][: given.warm]
     embedding = model.get_input_embeddings().weight.detach()
     copies = {
