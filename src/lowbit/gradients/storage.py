@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowbit import escape
 from lowbit.codecs import BlockFloat8, Cast
 from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import FLOATS
@@ -37,6 +38,8 @@ from lowbit.gradients.stored import (
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.pytorch import unwrapped_group
+
+log = escape.logger(__name__)
 
 Gradient = tuple[Stored, Tensor]
 _UNCODED = Cast()
@@ -181,6 +184,7 @@ class GradientStorage:
             ranks.
 
     Raises:
+        ValueError: a parameter whose gradient another storage keeps.
         TypeError: a parameter of a dtype other than float32, bfloat16 and float16; a codec with state; a module wrapped
             in `DistributedDataParallel`, PyTorch's or Megatron's.
     """
@@ -204,6 +208,11 @@ class GradientStorage:
                     f"parameter {stored.name!r} has a main_grad, a full-precision gradient of Megatron's "
                     "DistributedDataParallel; allowed: a model without that wrapper, and average of the storage"
                 )
+            if any(parameter in storage._stored for storage in storages):
+                allowed = "one storage, or close() of the other first"
+                raise ValueError(f"parameter {stored.name!r} is in another GradientStorage; allowed: {allowed}")
+        if not self._stored:
+            log.warning("GradientStorage keeps nothing: no parameter requires a gradient")
         self._hooks = [p.register_hook(partial(_note_thread, stored)) for p, stored in self._stored.items()]
         self._hooks += [p.register_post_accumulate_grad_hook(self._absorb_last) for p in self._stored]
         self._closed = False

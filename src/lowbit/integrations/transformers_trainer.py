@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lowbit import escape
 from lowbit.codecs import Codec
 from lowbit.gradients import all_reduce_hook
 from lowbit.gradients.data_parallel import Hook
@@ -19,12 +20,14 @@ from lowbit.integrations import engine
 
 __all__ = ["LowBitGradients"]
 
+log = escape.logger(__name__)
+
 from_transformers = functools.partial(engine, package="transformers", extra="train", tested="5.23.0")
 _Callback: Any = from_transformers("transformers", "TrainerCallback").TrainerCallback
 
 
 class LowBitGradients(_Callback):
-    """Averages the gradients of `Trainer`'s replicas in few bits; does nothing on a single process.
+    """Averages the gradients of `Trainer`'s replicas in few bits; on a single process it only warns.
 
     Attributes:
         hook: what DDP calls; None before training, and on a single process.
@@ -43,6 +46,7 @@ class LowBitGradients(_Callback):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
         """Find DDP's wrapper of the model, and register the hook; `Trainer` calls this on every rank."""
         if args.world_size < 2:
+            log.warning("LowBitGradients does nothing: Trainer trains on a single process (start it by torchrun)")
             return
         # `Trainer` hands the bare model to callbacks, and neither its wrapper nor itself.
         wrappers = (x for x in gc.get_objects() if type(x) is DistributedDataParallel and x.module is model)

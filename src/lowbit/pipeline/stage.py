@@ -4,6 +4,7 @@
 codes the tensors, and a `Transport` moves the payloads. None of these calls the stage back.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit import escape
 from lowbit.codecs.base import Codec, Session
+from lowbit.codecs.checks import check_int
 from lowbit.codecs.defaults import RECOMMENDED
-from lowbit.escape import shown
+from lowbit.escape import printable, shown
 from lowbit.pipeline import arguments
 from lowbit.pipeline.anchors import TokenAnchor
 from lowbit.pipeline.arguments import Codecs
@@ -27,6 +30,8 @@ from lowbit.wire.checksum import Checksums, check_checksums
 from lowbit.wire.connections import gloo_of
 from lowbit.wire.pytorch import check_torch, default_group
 from lowbit.wire.traffic import Traffic
+
+log = escape.logger(__name__)
 
 
 class LowBitStage(HookedStage):
@@ -95,6 +100,10 @@ class LowBitStage(HookedStage):
         if not isinstance(code_constants, bool):
             raise TypeError(f"code_constants is {shown(code_constants)}; allowed: True or False")
         backward = arguments.default_backward(forward) if backward is None else backward
+        if not isinstance(submodule, torch.nn.Module):
+            raise TypeError(f"submodule is {shown(submodule)}; allowed: a torch.nn.Module")
+        check_int("num_stages", num_stages, 1, sys.maxsize)
+        check_int("stage_index", stage_index, 0, num_stages - 1)
         check_torch()
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
@@ -215,20 +224,33 @@ class LowBitStage(HookedStage):
         return self.lanes.forward(outgoing).codec
 
     def codec_state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: training steps so far, and the states of codecs and token anchors."""
+        """Return the state for a checkpoint: training steps so far, and the states of codecs and token anchors.
+
+        "formats" has the format of each boundary and direction as text, which `lowbit.codecs.parse` reads.
+        """
         lanes = self.lanes.by_name()
         states = {name: lane.states.state_dict() for name, lane in lanes.items()}
         anchors = {name: lane.anchors.state_dict() for name, lane in lanes.items() if lane.anchors}
-        state = {"steps": self.lanes.steps, "lanes": {name: s for name, s in states.items() if s}}
+        formats = {name: repr(lane.codec) for name, lane in lanes.items()}
+        state = {"steps": self.lanes.steps, "lanes": {name: s for name, s in states.items() if s}, "formats": formats}
         return state | ({"anchors": anchors} if anchors else {})
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from `codec_state_dict`, before the next step.
 
+        The stage keeps its own formats. If the state was saved with others, a warning names both.
+
         Raises:
-            ValueError: a state of another stage or codec.
+            TypeError, ValueError: not a state, or one of another stage or codec.
         """
-        self.lanes.load_state(int(state["steps"]), state["lanes"], state.get("anchors", {}))
+        if not isinstance(state, Mapping) or not {"steps", "lanes"} <= state.keys():
+            raise TypeError(f"state is {shown(state)}; allowed: what codec_state_dict returns")
+        check_int("steps", state["steps"], 0, sys.maxsize)
+        self.lanes.load_state(state["steps"], state["lanes"], state.get("anchors", {}))
+        for name, lane in self.lanes.by_name().items():
+            saved = state.get("formats", {}).get(name, repr(lane.codec))
+            if saved != repr(lane.codec):
+                log.warning("%s was saved with %s and goes on with %s", name, printable(saved), lane.codec)
 
     def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         own = [stage for stage in stages if isinstance(stage, LowBitStage)]

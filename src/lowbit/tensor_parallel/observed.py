@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit import escape
 from lowbit.codecs.base import Codec, Summable
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.cut import emulate
@@ -19,8 +21,11 @@ from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Watch, install
 from lowbit.tensor_parallel.sums import ModelSum
 
+log = escape.logger(__name__)
+
 _CODED = SumSettings(small=0, algorithm="one_shot")
 _TRIED_BITS = 6  # of inputs whose effect is measured
+_SAY_SECONDS = 30.0  # between lines of the log
 _MASKED = -1e4  # logits from here down are masks: some models write -1e9, or the lowest float16
 
 
@@ -174,9 +179,23 @@ def effects_of(
                     shares.append((output(batch) - exact[which]).square().sum(1) / power[which])
         return float(torch.cat(shares).double().mean())
 
-    effects = {name: effect(name, {}) for name in measured}
+    total = len(measured) + len(offered)
+    log.info("choosing bits: what coding one layer does to the outputs, %d times %d batches", total, len(batches))
+    effects: dict[str, float] = {}
     offers: dict[str, dict[int, tuple[float, float]]] = {}
+    said = time.monotonic()
+
+    def say() -> None:
+        nonlocal said
+        if time.monotonic() - said > _SAY_SECONDS:
+            said = time.monotonic()
+            log.info("choosing bits: %d of %d", len(effects) + len(offers), total)
+
+    for name in measured:
+        effects[name] = effect(name, {})
+        say()
     for name, rows in offered.items():
+        say()
         tried = min(rows, key=lambda bits: abs(bits - _TRIED_BITS))
         error = effect(name, {name: input_format(tried, INPUT_GROUP)})
         steps = {bits: 2 ** (bits - 1) - 1 for bits in rows}

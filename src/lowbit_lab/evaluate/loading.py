@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
+_SAY_SECONDS = 30.0  # between lines where a bar cannot be shown
 TIMEOUT = 300.0
 CAUSAL, ENCODER = "causal language model", "encoder"
 LIBRARY = "Python's standard library"
@@ -275,7 +277,11 @@ def load_calibration(path: str | Path) -> Calibration:
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on the terminal of the first rank; yield a function that takes the number of finished items."""
+    """Show a bar on the terminal of the first rank, or log a line every half minute where there is no terminal.
+
+    Yields:
+        A function that takes the number of finished items.
+    """
     from rich.markup import escape
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -283,5 +289,13 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     hidden = os.environ.get("RANK", "0") != "0"
     screen = console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=hidden) as bar, filtered_again():
-        task = bar.add_task(escape(title), total=total)
-        yield lambda done: bar.update(task, completed=done)
+        task, said = bar.add_task(escape(title), total=total), time.monotonic()
+
+        def show(done: int) -> None:
+            nonlocal said
+            bar.update(task, completed=done)
+            if not (hidden or screen.is_terminal) and time.monotonic() - said > _SAY_SECONDS:
+                said = time.monotonic()
+                log.info("%s: %d of %d", title, done, total)
+
+        yield show

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,9 +22,9 @@ def run(settings: GenerateSettings) -> None:
         AgreementError, PeerError: if this process is a rank, as `lowbit_run.train.train`.
     """
     from lowbit.wire.pytorch import check_torch
-    from lowbit_run.job.process_group import open_store, world
+    from lowbit_run.job.process_group import is_launched, open_store, world
 
-    launched = "RANK" in os.environ
+    launched = is_launched()
     rank, ranks = world() if launched else (0, settings.ranks)
     if rank == 0:
         settings = _with_prompt(settings)

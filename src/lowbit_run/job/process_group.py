@@ -37,6 +37,7 @@ log = escape.logger(__name__)
 
 _kept: dict[tuple[str, int], TCPStore] = {}  # stores that this process hosts until it ends, by address
 _LOOPBACK = ("127.", "localhost", "::1")
+_TRY_SECONDS = 8.0  # of the first try to reach the store
 _QUIET_SECONDS = 5.0  # seconds of waiting for other machines before a log line reports it
 _HEAR_SECONDS = 0.5  # between looks for the reasons why a rank does not come
 _ELSEWHERE_SECONDS = 3.0  # between looks for another rank 0
@@ -126,7 +127,9 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
     quiet = True
     while True:
         try:
-            store = reach(rank, timeout=timeout, patience=left, number=number)
+            # What accepts connections there and says nothing may be another program: each try is twice as long.
+            tried = min(left, max(_TRY_SECONDS, patience - left))
+            store = reach(rank, timeout=timeout, patience=tried, number=number)
             claim = partial(store.compare_set, f"hello/{rank}", "", hello.decode())
             if bounded(claim, max(1.0, left)) == hello:
                 return store
@@ -362,6 +365,22 @@ def world() -> tuple[int, int]:
     if not 0 <= rank < ranks:
         raise ConfigError(f"RANK is {rank}; allowed with WORLD_SIZE {ranks}: 0 to {ranks - 1}")
     return rank, ranks
+
+
+def is_launched() -> bool:
+    """Whether the environment makes this process one rank of a run.
+
+    Raises:
+        ConfigError: it names several ranks without saying which one this is, so that this machine would train alone.
+    """
+    if "RANK" in os.environ:
+        return True
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
+        raise ConfigError(
+            f"WORLD_SIZE is {one_line(ranks)} and RANK is not set; allowed: RANK=0 on the machine of MASTER_ADDR and "
+            "RANK=1 or more on the others, or no WORLD_SIZE, to use this machine alone"
+        )
+    return False
 
 
 @contextlib.contextmanager

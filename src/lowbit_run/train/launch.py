@@ -46,11 +46,13 @@ def run(config: TrainConfig) -> Summary | None:
         StoppedError, AgreementError, PeerError, DivergedError: as `lowbit_run.train.train`, if this process is a rank.
     """
     from lowbit.wire.pytorch import check_torch
+    from lowbit_run.job.process_group import is_launched
 
-    if "RANK" not in os.environ:  # under torchrun, ranks meet before the check, so that all report the problem of one
+    launched = is_launched()
+    if not launched:  # under torchrun, ranks meet before the check, so that all report the problem of one
         check_torch()
     check_early(config)
-    one_rank = "RANK" in os.environ or config.ranks == 1
+    one_rank = launched or config.ranks == 1
     summary = Path(config.run.output) / "summary.json"
     if config.run.supervise:
         supervise(config, partial(start_ranks, one=True) if one_rank else start_ranks)
@@ -73,7 +75,12 @@ def _goes_on(config: TrainConfig, how: str) -> str:
     step = newest_step(Path(config.run.output) / FOLDER)
     if step is None:
         return ""
-    return f"{how.format(step)}, and lowbit export {escape.printable(config.run.output)} makes a model of it"
+    elsewhere = (
+        ""
+        if os.environ.get("LOCAL_WORLD_SIZE") in (None, os.environ.get("WORLD_SIZE"))
+        else (", once the checkpoints folders of all machines are copied into it,")
+    )
+    return f"{how.format(step)}, and lowbit export {escape.printable(config.run.output)}{elsewhere} makes a model of it"
 
 
 def check_early(config: TrainConfig) -> None:

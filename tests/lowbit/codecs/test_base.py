@@ -19,6 +19,7 @@ from lowbit.codecs import (
     FeatureInt,
     GroupInt,
     RateGoal,
+    Summable,
     TAHQuant,
     TransformQuant,
     parse,
@@ -111,7 +112,7 @@ def test_kernels_give_the_references_bytes(codec: Codec, dtype: torch.dtype) -> 
                 payload = codec.encode(x)
                 y = codec.decode(payload, shape=shape, dtype=dtype)
                 total = codec.decode(payload, shape=shape, out=x.clone(), accumulate=True)
-                more = codec.add(payload.clone(), x.flip(0))
+                more = codec.add(payload.clone(), x.flip(0)) if isinstance(codec, Summable) else payload
             made.append((payload, y.nan_to_num(7), total.nan_to_num(7), more))
         assert all(torch.equal(*pair) for pair in zip(*made, strict=True)), shape
 

@@ -160,8 +160,8 @@ def test_a_peer_that_hangs_is_named_in_time() -> None:
 
 @on_ranks(1)
 def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients() -> None:
-    parameter = nn.Parameter(torch.zeros(4))
-    coded, alone = (GradientStorage([parameter], codec=c) for c in (GroupInt(bits=8, symmetric=True), FP8))
+    parameter, other = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    coded, alone = GradientStorage([other], codec=GroupInt(bits=8, symmetric=True)), GradientStorage([parameter])
     refused(
         (coded.average, TypeError, "codec is GroupInt.*cannot be cut into parts; allowed: BlockFloat8, or all_red"),
         (lambda: alone.average(timeout="soon"), TypeError, "timeout is 'soon'"),  # pyright: ignore

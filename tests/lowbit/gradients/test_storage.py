@@ -261,8 +261,8 @@ def test_sparse_frozen_and_foreign_parameters() -> None:
     loss(model, 4).backward()
     assert torch.equal(storage.gradient(model.second.weight), held)
 
-    some = GradientStorage([model.gain])  # the rest keeps its gradients, and is stepped as well
     storage.close()
+    some = GradientStorage([model.gain])  # the rest keeps its gradients, and is stepped as well
     loss(model, 5).backward()
     others = {p: p.grad.clone() for p in model.parameters() if p.grad is not None and p is not model.gain}
     assert len(others) == 3
@@ -386,6 +386,7 @@ def test_what_cannot_be_stored_is_refused() -> None:
         (lambda: GradientStorage([small, doubles]), TypeError, "parameter '1' has dtype torch.float64; allowed: tor"),
         (storing(AQSGD(inner=GroupInt())), TypeError, "codec is AQSGD.*a codec without state"),
         (storing("fp8"), TypeError, "codec is 'fp8'"),
+        (storing(None), ValueError, "parameter 'gain' is in another GradientStorage; allowed: one storage, or close"),
         (lambda: storage.step(torch.optim.LBFGS(model.parameters())), TypeError, "optimizer is LBFGS"),
         (lambda: storage.step(torch.optim.SparseAdam([*model.parameters()])), TypeError, "optimizer is SparseAdam"),
         (lambda: done.step(torch.optim.SGD(closed.parameters())), RuntimeError, "this storage is closed"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lowbit.codecs import AQSGD, Codec, RateGoal, TAHQuant, TransformQuant, backward_codec
+from lowbit.codecs import AQSGD, Codec, RateGoal, TAHQuant, TransformQuant, backward_codec, parse
 from lowbit.pipeline import LowBitStage
+from lowbit.pipeline import stage as stage_module
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.lowbit.pipeline import toy
 from tests.lowbit.pipeline.toy import FP32, INT4, INT6
@@ -307,4 +309,30 @@ def test_defaults_are_recommended_and_bad_arguments_named() -> None:
         (lambda: good.set_samples([[3], [3]]), ValueError, r"\(2, 1\)"),
         (lambda: good.set_codecs("int4", FP32), TypeError, "forward is 'int4'; allowed: a codec"),
         (lambda: good.load_codec_state_dict(elsewhere), ValueError, "boundary 7 forward"),
+        (lambda: good.load_codec_state_dict({}), TypeError, "state is {}; allowed: what codec_state_dict returns"),
+        (lambda: good.load_codec_state_dict({"steps": -1, "lanes": {}}), ValueError, "steps is -1"),
+        (lambda: LowBitStage(None, 0, 2, toy.CPU), TypeError, "submodule is None; allowed: a torch.nn.Module"),
+        (lambda: LowBitStage(nn.Identity(), -1, 2, toy.CPU), ValueError, "stage_index is -1; allowed: 0 to 1"),
+        (lambda: LowBitStage(nn.Identity(), 2, 2, toy.CPU), ValueError, "stage_index is 2; allowed: 0 to 1"),
     )
+
+
+def test_a_state_that_was_saved_with_other_formats_is_named(ranks: Ranks):
+    assert ranks.run(_loaded_with_other_formats, ranks=2) == [True, True]
+
+
+def _loaded_with_other_formats() -> bool:
+    saved, other = (
+        LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, forward=c, backward=INT6) for c in (INT4, FP32)
+    )
+    state = saved.codec_state_dict()
+    assert {name: parse(text) for name, text in state["formats"].items()} == {
+        "boundary 0 forward": INT4, "boundary 0 backward": INT6,
+    }  # fmt: skip
+    with mock.patch.object(stage_module.log, "warning") as warned:
+        saved.load_codec_state_dict(state)
+        assert not warned.called
+        other.load_codec_state_dict(state)
+    ((text, *about),) = (call.args for call in warned.call_args_list)
+    assert text % tuple(about) == f"boundary 0 forward was saved with {INT4} and goes on with {FP32}"
+    return True

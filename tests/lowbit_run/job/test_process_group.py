@@ -26,6 +26,7 @@ from lowbit_run.job.process_group import (
     connect,
     interface_problem,
     interface_towards,
+    is_launched,
     joined,
     listen,
     master_port,
@@ -219,6 +220,30 @@ def test_the_launcher_tells_the_rank_and_half_an_environment_is_refused(environm
         environment.delenv(name)
     with pytest.raises(ConfigError, match="has RANK, MASTER_ADDR but not WORLD_SIZE, MASTER_PORT"):
         world()
+
+
+def test_a_machine_of_several_whose_rank_was_forgotten_does_not_train_alone(environment: pytest.MonkeyPatch):
+    assert not is_launched()
+    environment.setenv("MASTER_ADDR", "192.0.2.1")
+    environment.setenv("WORLD_SIZE", "1")
+    assert not is_launched()
+    environment.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ConfigError, match="^WORLD_SIZE is 2 and RANK is not set; allowed: RANK=0 on the machine of MASTER"
+    ):
+        is_launched()
+    environment.setenv("RANK", "1")
+    assert is_launched()
+
+
+def test_a_program_that_takes_connections_and_says_nothing_is_not_waited_for_in_silence(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(process_group, "_TRY_SECONDS", 0.5)
+    monkeypatch.setattr(process_group, "_QUIET_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", port)), caplog.at_level(logging.WARNING), pytest.raises(AloneError):
+        meet(1, 2, timeout=5, patience=3)
+    assert f"rank 1 waits up to 2 s for rank 0 at 127.0.0.1:{port}: nobody answers there (no answer within 0.5 s)" in caplog.text
 
 
 def test_one_process_needs_no_launcher():

