@@ -401,6 +401,11 @@ def test_what_cannot_be_stored_is_refused() -> None:
     )
 
 
+def test_a_storage_that_would_keep_nothing_says_so(caplog: pytest.LogCaptureFixture):
+    assert GradientStorage(nn.ReLU()).nbytes == GradientStorage(nn.Linear(2, 2).requires_grad_(False)).nbytes == 0
+    assert caplog.text.count("GradientStorage keeps nothing: no parameter requires a gradient") == 2
+
+
 def test_means_of_float16_sums_that_float16_does_not_hold():
     parameter = nn.Parameter(torch.zeros(64, dtype=torch.float16))
     storage = GradientStorage([parameter])

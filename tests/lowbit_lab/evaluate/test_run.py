@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,18 @@ def calibration_config(folder: Path, **more: Any) -> CalibrationConfig:
 def evaluation_config(folder: Path, **more: Any) -> EvaluationConfig:
     text = (str(folder / "text.txt"),)
     return EvaluationConfig(**{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more})
+
+
+def test_without_a_terminal_the_log_says_how_far_a_calibration_is(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    for module in ("lowbit_lab.evaluate.loading", "lowbit.tensor_parallel.observed"):
+        monkeypatch.setattr(f"{module}._SAY_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO):
+        run(CALIBRATE, calibration_config(folder, output=str(tmp_path / "ranges.safetensors")))
+    assert "calibrating: 8 of 8" in caplog.text
+    assert "choosing bits: what coding one layer does to the outputs, " in caplog.text
+    assert "choosing bits: 1 of " in caplog.text
 
 
 def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytest.LogCaptureFixture):

@@ -17,6 +17,7 @@ from lowbit_run.job.launch import LaunchError, RankProgram, start_one
 from lowbit_run.train import StepMetrics, StoppedError, TrainConfig, train
 from lowbit_run.train.checkpoints.manifest import newest_step
 from lowbit_run.train.checkpoints.save import Checkpoints
+from lowbit_run.train.launch import _goes_on
 from lowbit_run.train.trainer import LocalModel, StepSums, Trainer
 from tests.lowbit_run.train.runs import LIMIT, ONE, RESUME, again, curve, losses, tiny
 from tests.lowbit_run.train.test_launch import _process_of_rank, _wait_for_lines
@@ -135,6 +136,19 @@ def test_a_signal_to_a_rank_that_still_reads_the_text_is_no_failure(
     with pytest.raises(LaunchError, match=f"^rank 0 was ended by {number.name}$") as ended:
         start_one(RankProgram(module="", order="", timeout=30, threads=1, grace=5))
     assert (ended.value.code, ended.value.interrupted) == (code, interrupted)
+
+
+def test_who_has_a_part_of_a_checkpoint_is_told_to_copy_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("lowbit_run.train.launch.newest_step", lambda _: 7)
+    config = tiny(tmp_path)
+    here = f"step 7, and lowbit export {config.run.output} makes a model of it"
+    for sizes in ({}, {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}):
+        for name, value in sizes.items():
+            monkeypatch.setenv(name, value)
+        assert _goes_on(config, "step {}") == here
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    copied = "once the checkpoints folders of all machines are copied into it"
+    assert _goes_on(config, "step {}") == here.replace(" makes", f", {copied}, makes")
 
 
 @pytest.mark.slow
