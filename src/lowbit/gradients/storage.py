@@ -177,6 +177,8 @@ class GradientStorage:
     storage after `fully_shard` or `parallelize_module`. It does not work with `DistributedDataParallel`, whose buckets
     are full-precision copies: use `average` on the plain module.
 
+    A storage lives as long as its parameters, unless `close` ends it.
+
     Args:
         parameters: a module, or parameters (each counts once, however often it is shared).
         codec: a stateless format; use `BlockFloat8(rounding="stochastic")` to sum more than about 30 micro-batches.
@@ -199,6 +201,7 @@ class GradientStorage:
         self._stored = {p: Stored(name) for name, p in pairs if p.requires_grad}
         self._frozen = [(name, p) for name, p in pairs if not p.requires_grad]
         self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
+        elsewhere = {parameter for storage in list(storages) for parameter in storage._stored}
         for parameter, stored in self._stored.items():
             if parameter.dtype not in FLOATS:
                 allowed = ", ".join(map(str, FLOATS))
@@ -208,7 +211,7 @@ class GradientStorage:
                     f"parameter {stored.name!r} has a main_grad, a full-precision gradient of Megatron's "
                     "DistributedDataParallel; allowed: a model without that wrapper, and average of the storage"
                 )
-            if any(parameter in storage._stored for storage in storages):
+            if parameter in elsewhere:
                 allowed = "one storage, or close() of the other first"
                 raise ValueError(f"parameter {stored.name!r} is in another GradientStorage; allowed: {allowed}")
         if not self._stored:

@@ -243,14 +243,18 @@ class LowBitStage(HookedStage):
         Raises:
             TypeError, ValueError: not a state, or one of another stage or codec.
         """
-        if not isinstance(state, Mapping) or not {"steps", "lanes"} <= state.keys():
+        parts = [state.get(name, {}) for name in ("lanes", "anchors", "formats")] if isinstance(state, Mapping) else []
+        if not parts or "steps" not in state or not all(isinstance(part, Mapping) for part in parts):
             raise TypeError(f"state is {shown(state)}; allowed: what codec_state_dict returns")
-        check_int("steps", state["steps"], 0, sys.maxsize)
-        self.lanes.load_state(state["steps"], state["lanes"], state.get("anchors", {}))
-        for name, lane in self.lanes.by_name().items():
-            saved = state.get("formats", {}).get(name, repr(lane.codec))
-            if saved != repr(lane.codec):
-                log.warning("%s was saved with %s and goes on with %s", name, printable(saved), lane.codec)
+        check_int("steps", steps := int(state["steps"]), 0, sys.maxsize)
+        lanes, anchors, formats = parts
+        own = {name: repr(lane.codec) for name, lane in self.lanes.by_name().items()}
+        if formats and formats.keys() != own.keys():
+            raise ValueError(f"state has {printable(', '.join(formats))}; this stage has {', '.join(own)}")
+        for name, saved in formats.items():
+            if saved != own[name]:
+                log.warning("%s was saved with %s and goes on with %s", name, printable(saved), own[name])
+        self.lanes.load_state(steps, lanes, anchors)
 
     def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         own = [stage for stage in stages if isinstance(stage, LowBitStage)]

@@ -180,7 +180,9 @@ def effects_of(
         return float(torch.cat(shares).double().mean())
 
     total = len(measured) + len(offered)
-    log.info("choosing bits: what coding one layer does to the outputs, %d times %d batches", total, len(batches))
+    log.info(
+        "choosing bits: measuring what coding does to the outputs, %d layers on %d batches each", total, len(batches)
+    )
     effects: dict[str, float] = {}
     offers: dict[str, dict[int, tuple[float, float]]] = {}
     said = time.monotonic()

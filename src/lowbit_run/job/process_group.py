@@ -127,11 +127,11 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
     quiet = True
     while True:
         try:
-            # What accepts connections there and says nothing may be another program: each try is twice as long.
-            tried = min(left, max(_TRY_SECONDS, patience - left))
-            store = reach(rank, timeout=timeout, patience=tried, number=number)
+            # Another program there may accept connections and say nothing: a try is as long as all before it together.
+            limit = min(left, max(_TRY_SECONDS, patience - left))
+            store = reach(rank, timeout=timeout, patience=limit, number=number)
             claim = partial(store.compare_set, f"hello/{rank}", "", hello.decode())
-            if bounded(claim, max(1.0, left)) == hello:
+            if bounded(claim, max(1.0, deadline - time.monotonic())) == hello:
                 return store
             # An attempt that is about to end, or a rank that was started twice: wait for another store.
             reason = f"another process has joined as rank {rank} already; was it started twice?"
@@ -348,10 +348,10 @@ def world() -> tuple[int, int]:
     """Return this rank and the number of ranks, from the process group or the environment; (0, 1) without either."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    if not is_launched():
+        return 0, 1
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     present = [name for name in names if os.environ.get(name)]
-    if not present or present == ["MASTER_ADDR"] or present == ["MASTER_ADDR", "MASTER_PORT"]:
-        return 0, 1
     if missing := [name for name in names if name not in present]:
         raise ConfigError(
             f"the environment has {', '.join(present)} but not {', '.join(missing)}; "
@@ -373,7 +373,7 @@ def is_launched() -> bool:
     Raises:
         ConfigError: it names several ranks without saying which one this is, so that this machine would train alone.
     """
-    if "RANK" in os.environ:
+    if os.environ.get("RANK"):
         return True
     if (ranks := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
         raise ConfigError(
@@ -404,7 +404,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
         return
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     patience = patience or timeout
-    alone = "RANK" not in os.environ
+    alone = not is_launched()
     store = HashStore() if alone else meet(rank, ranks, timeout=timeout, patience=patience, number=next(_meetings))
     # By default Gloo uses the interface that the host's own name resolves to, from which peers are often unreachable.
     if not alone and not os.environ.get(_CHOSEN) and (name := interface_towards(os.environ["MASTER_ADDR"])):

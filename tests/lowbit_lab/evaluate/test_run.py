@@ -47,7 +47,7 @@ def test_without_a_terminal_the_log_says_how_far_a_calibration_is(
     with caplog.at_level(logging.INFO):
         run(CALIBRATE, calibration_config(folder, output=str(tmp_path / "ranges.safetensors")))
     assert "calibrating: 8 of 8" in caplog.text
-    assert "choosing bits: what coding one layer does to the outputs, " in caplog.text
+    assert "choosing bits: measuring what coding does to the outputs, " in caplog.text
     assert "choosing bits: 1 of " in caplog.text
 
 

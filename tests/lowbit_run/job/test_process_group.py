@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import time
@@ -243,10 +244,8 @@ def test_a_program_that_takes_connections_and_says_nothing_is_not_waited_for_in_
     monkeypatch.setattr(process_group, "_QUIET_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", port)), caplog.at_level(logging.WARNING), pytest.raises(AloneError):
         meet(1, 2, timeout=5, patience=3)
-    assert (
-        f"rank 1 waits up to 2 s for rank 0 at 127.0.0.1:{port}: nobody answers there (no answer within 0.5 s)"
-        in caplog.text
-    )
+    waits = rf"rank 1 waits up to \d s for rank 0 at 127.0.0.1:{port}: nobody answers there \(no answer within 0.5 s\)"
+    assert re.search(waits, caplog.text)
 
 
 def test_one_process_needs_no_launcher():
