@@ -5,7 +5,8 @@ its layers, forward only: exactly, with `TransformQuant` at each rate, and the s
 files to fit cross: some exactly, to fit the anchors, then some coded, so that the format has a basis. For each text and
 rate, a line has the rise of the loss and the Kullback-Leibler divergence from the exact model, in nats for each token,
 without and with anchors, and what anchors save, with standard errors over windows. `--speed` prints instead, for each
-rate, the processor time to encode and to decode the text's activations in the middle of the model.
+rate, the processor time to encode and to decode activations in the middle of the model, of all windows but those that
+cross exactly.
 """
 
 import argparse
@@ -34,6 +35,8 @@ def windows(tokenizer: Any, file: Path, count: int, length: int, *, at: int = 0)
     """Return `count` windows of a file, back to back from the window `at` on, int64 (count, length)."""
     text = file.read_text(errors="replace")[: 12 * length * (at + count)]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][length * at : length * (at + count)]
+    if len(ids) < count * length:
+        raise ValueError(f"{file} has {len(ids)} tokens; allowed: at least {count * length}")
     return torch.tensor(ids).view(count, length)
 
 
@@ -87,11 +90,13 @@ class Ends:
 
 @torch.no_grad()
 def print_speeds(model: Any, messages: Tensor, exact: int, rates: Sequence[float]) -> None:
-    """Print how long messages take without and with anchors, in turn, which earlier messages are fitted to.
+    """Print how long messages take without and with anchors, in turn. Predictions of all tokens have been made before.
 
     Args:
-        messages: ids (messages, windows, tokens). exact: messages that are fitted to.
+        messages: ids (messages, windows, tokens). exact: number of messages that the anchors are fitted to, the first.
     """
+    if not 0 < exact < len(messages) - 1:
+        raise ValueError(f"{exact} of {len(messages)} messages of {AT_ONCE} windows cross exactly; allowed: all but 2")
     xs: list[Tensor] = []
     middle = dict(model.named_modules())[boundary_modules(model, 2)[0]]
     with middle.register_forward_hook(lambda _, __, y: xs.append((y[0] if isinstance(y, tuple) else y).clone())):
@@ -101,14 +106,14 @@ def print_speeds(model: Any, messages: Tensor, exact: int, rates: Sequence[float
     fit = Fit(anchor, "the middle", xs[0].shape[-1], xs[0].device)
     for ids, x in zip(messages[:exact], xs, strict=False):
         fit.learn(ids, x)
-    for ids in messages:
-        fit.predict(ids)
+    if any(fit.predict(ids) is None for ids in messages):
+        raise ValueError("tokens leave too much of the activations, so that the anchor is off; allowed: more --exact")
     for bits in rates:
         plain, anchored = (Ends(TransformQuant(bits=bits), xs[0], each) for each in (None, fit))
-        for turn in range(4):
+        for turn in range(5):
             for ids, x in zip(messages[exact:], xs[exact:], strict=True):
-                plain.send(ids, x)
-                anchored.send(ids, x)
+                for ends in (plain, anchored) if turn % 2 else (anchored, plain):  # the second finds x in the caches
+                    ends.send(ids, x)
             if not turn:  # compiles
                 for ends in (plain, anchored):
                     ends.encoding.clear()
@@ -145,6 +150,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"windows {about}")
     parser.add_argument("--speed", action="store_true", help="measure how long messages of four windows take instead")
     given = parser.parse_args()
+    if absent := [str(file) for file in (*given.fit, *given.text) if not file.is_file()]:
+        parser.error(f"there is no file {absent[0]}")
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     [(_, tokenizer, load)] = opened([given.model])

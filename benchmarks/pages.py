@@ -144,12 +144,18 @@ BUDGET = [cell(TP, f"budget 4.25: attention by its inputs in {bits}", column) fo
 SAME = [
     cell(TP, start, 2) for start in ("as published: static", "4-bit codes everywhere, a gain", "the default: a budget")
 ]
+QWEN = [
+    cell(TP, f"{start}, Qwen2.5", 2) for start in ("static ranges", "4-bit codes with a gain", "the default's budget")
+]
 CHECKPOINTS = [cell("memory", "a plan with at most 0.7: checkpoints", n) for n in (2, 3)]
 NORMS = [cell("memory", "4 bits for norms, too: AGoQ's", n) for n in (1, 2, 3)]
 GRADIENTS = [
     percent(cell("memory", f"{model} | ours", 2)) for model in ("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Gemma 3 270M")
 ]
-GSM8K = [cell("convergence", "TAH-Quant as published, by tile, today's format", n) for n in (2, 3)]
+GSM8K = [
+    cell("convergence", f"{name}, GSM8K", n)
+    for name in ("TAH-Quant as published, by tile", "TAH-Quant as published, by token", "TAHQuant()") for n in (2, 3)
+]  # fmt: skip
 COAT = [
     rest(cell("memory", start, n)) for start in ("fp8: all saved tensors", "AGoQ as published, agoq") for n in (2, 4)
 ]
@@ -186,7 +192,9 @@ QUOTED: list[tuple[str, str, Callable[[Records], list[Any]]]] = [
     (PAPERS, "{:.0f} % less at 4096 tokens, 2 layers; as published: {:.0f} % less", all_of(WITH_8BIT, agoq)),
     (PAPERS, "{:.0f} % less saved, {:.0f} % less at the peak; AGoQ as published {:.0f} and {:.0f} %", all_of(*COAT)),
     (PAPERS, "ours {:.1f}, {:.1f} and {:.1f} % (memory)", all_of(*GRADIENTS)),
-    (PAPERS, "v2: loss {:+.4f}, evaluated through the codec {:+.4f}", all_of(*GSM8K)),
+    (PAPERS, "v2: loss {:+.4f}, evaluated through the codec {:+.4f}; v1: {:+.4f}, {:+.4f}; ours {:+.4f}, {:+.4f}",
+     all_of(*GSM8K)),
+    (PAPERS, "Qwen2.5, 2 ranks: {:.1f}, {:.1f} and {:.1f} %", all_of(*QWEN)),
     (SAVED, "a small Llama kept {:.0f} % less", all_of(less("saved"))),
     (COMPARISON, "checkpointing keeps {:.0f} % of the saved bytes, peaks at {:.0f} % of the memory and takes {:.0f} %",
      all_of(*(saved(field, "checkpoint") for field in ("saved", "peak", "time")))),

@@ -1,16 +1,18 @@
-"""vLLM over a slow link: `python -m benchmarks.vllm_link MODEL --calibration FILE`, with vLLM as in `make test-vllm`.
+"""vLLM over a slow link: `python -m benchmarks.vllm_link MODEL --calibration FILE --json FILE`.
 
 Two hosts of this machine, each with a tensor-parallel rank, a thread, a network and a shared memory of its own, serve a
 model with vLLM's OpenAI-compatible server, with vLLM's own sums and with each format of the plug-in. vLLM's load
 generator, `vllm bench serve`, measures the time to the first token by link and length of the prompt, one request at a
 time, and how many tokens a second several requests at a time read. Prompts are random tokens, and nobody looks at the
-answers. Needs root.
+answers. Needs root, and vLLM as `make test-vllm` installs it.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowbit.integrations.vllm import VllmSettings
 from lowbit_lab.network import SlowLink
 
 PORT, LIMIT = 8000, 900
+MOST_TOKENS, AT_ONCE = 2304, 8
 OWN = "vllm"
 """The name of vLLM's own sums."""
 MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
@@ -55,8 +59,15 @@ def served(network: SlowLink, model: str, settings: str, words: Sequence[str], l
         *("unshare", "--mount", "sh", "-c", MEMORY, "sh"),
         *(sys.executable, "-c", PROGRAM, "serve", model, "--tensor-parallel-size", "2"),
         *("--nnodes", "2", "--master-addr", network.address(0), "--distributed-executor-backend", "mp"),
-        *("--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "2304", "--max-num-seqs", "8"),
-        *("--max-num-batched-tokens", "2304", "--served-model-name", "served", *words),
+        *(
+            "--enforce-eager",
+            "--no-enable-prefix-caching",
+            "--max-model-len",
+            str(MOST_TOKENS),
+            "--max-num-seqs",
+            str(AT_ONCE),
+        ),
+        *("--max-num-batched-tokens", str(MOST_TOKENS), "--served-model-name", "served", *words),
     ]
     for host in range(2):
         own = network.environment(host)
@@ -72,7 +83,9 @@ def served(network: SlowLink, model: str, settings: str, words: Sequence[str], l
         )
     try:
         end = time.monotonic() + LIMIT
-        while network.popen(0, ["curl", "-sf", f"http://127.0.0.1:{PORT}/health"], stdout=subprocess.DEVNULL).wait():
+        while network.popen(
+            0, ["curl", "-sf", "--max-time", "5", f"http://127.0.0.1:{PORT}/health"], stdout=subprocess.DEVNULL
+        ).wait():
             if any(host.poll() is not None for host in hosts):
                 raise ChildProcessError(f"vLLM ended:\n{last_of(logs)}")
             if time.monotonic() > end:
@@ -95,6 +108,15 @@ def last_of(logs: Path) -> str:
     return "\n".join(file.read_text("utf-8", "replace")[-1500:] for file in sorted(logs.glob("*.log")))
 
 
+def check_coded(logs: Path) -> None:
+    """Print what the plug-in said; ChildProcessError: it has not checked the layers that it codes."""
+    lines = [line for file in sorted(logs.glob("*.log")) for line in file.read_text("utf-8", "replace").splitlines()]
+    about = [line for line in lines if "lowbit:" in line]
+    print("\n".join(about), flush=True)  # noqa: T201
+    if not any("layers checked" in line for line in about):
+        raise ChildProcessError(f"the plug-in coded nothing:\n{last_of(logs)}")
+
+
 def loaded(network: SlowLink, model: str, tokens: int, prompts: int, at_once: int, folder: Path) -> Mapping[str, Any]:
     """Let vLLM's load generator send prompts on the first host; return what it reports."""
     options = {
@@ -115,8 +137,8 @@ def loaded(network: SlowLink, model: str, tokens: int, prompts: int, at_once: in
     return result
 
 
-def main() -> None:
-    """Measure, print a line for each, and write the rows."""
+def options() -> argparse.Namespace:
+    """Read the command line; what is wrong with it ends the program before anything starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder in Hugging Face format")
     parser.add_argument("--calibration", nargs="*", default=[], help="files of `lowbit calibrate --ranks 2`")
@@ -128,18 +150,43 @@ def main() -> None:
     parser.add_argument("--vllm", default="", help="further options of `vllm serve`, in one argument")
     parser.add_argument("--json", type=Path, required=True, help="file for the rows")
     given = parser.parse_args()
-    formats = {Path(file).stem: {"calibration": str(Path(file).resolve())} for file in given.calibration}
+    for file in (f"{given.model}/config.json", *given.calibration):
+        if not Path(file).is_file():
+            parser.error(f"there is no file {file}")
+    if not given.json.absolute().parent.is_dir():
+        parser.error(f"there is no folder {given.json.absolute().parent}")
+    if not (min(*given.mbit, *given.tokens, given.prompts) > 0 and max(given.tokens) < MOST_TOKENS):
+        parser.error(f"--mbit, --prompts and --tokens must be above 0, and --tokens below {MOST_TOKENS}")
+    if not 0 < given.at_once <= AT_ONCE:
+        parser.error(f"--at-once is {given.at_once}; allowed: 1 to {AT_ONCE}")
+    if problem := SlowLink.available() or (shutil.which("curl") is None and "curl is not installed"):
+        parser.error(str(problem))
+    for file in given.calibration:
+        VllmSettings(calibration=file)
+    for text in given.format:
+        VllmSettings(format=text)
+    return given
+
+
+def main() -> None:
+    """Measure, print a line for each, and write the rows."""
+    given = options()
+    formats = {file: {"calibration": str(Path(file).resolve())} for file in given.calibration}
     formats |= {text: {"format": text} for text in given.format}
+    model = str(Path(given.model).resolve())
     rows: list[dict[str, Any]] = []
     for name, settings in {OWN: None, **formats}.items():
         with tempfile.TemporaryDirectory() as folder, SlowLink(2, None) as network:
-            text = json.dumps({"small": 1024, **settings}) if settings else ""
-            with served(network, str(Path(given.model).resolve()), text, given.vllm.split(), Path(folder)):
+            text = json.dumps({"small": 1024, "over": "refuse", **settings}) if settings else ""
+            with served(network, model, text, shlex.split(given.vllm), Path(folder)):
+                loaded(network, model, max(given.tokens), 1, 1, Path(folder))  # the check of layers, which sums twice
+                if settings:
+                    check_coded(Path(folder))
                 for mbit in given.mbit:
                     network.set_rate(mbit)
                     for tokens, at_once in [*((each, 1) for each in given.tokens), (max(given.tokens), given.at_once)]:
                         sent = network.sent(1)[0]
-                        found = loaded(network, given.model, tokens, given.prompts, at_once, Path(folder))
+                        found = loaded(network, model, tokens, given.prompts, at_once, Path(folder))
                         row = {
                             "sums": name, "link_mbit": mbit, "tokens": tokens, "at_once": at_once,
                             "seconds_to_first_token": found["median_ttft_ms"] / 1e3,
@@ -155,8 +202,6 @@ def main() -> None:
                             f"{row['tokens_per_second']:.0f} tokens/s, {row['megabytes_a_prompt']:.1f} MB a prompt",
                             flush=True,
                         )
-            said = [line for line in last_of(Path(folder)).splitlines() if "lowbit:" in line]
-            print("\n".join(said), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
