@@ -177,7 +177,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, settings in {OWN: None, **formats}.items():
         with tempfile.TemporaryDirectory() as folder, SlowLink(2, None) as network:
-            text = json.dumps({"small": 1024, "over": "refuse", **settings}) if settings else ""
+            text = json.dumps({"small": 1024, **settings}) if settings else ""
             with served(network, model, text, shlex.split(given.vllm), Path(folder)):
                 loaded(network, model, max(given.tokens), 1, 1, Path(folder))  # the check of layers, which sums twice
                 if settings:
