@@ -199,11 +199,12 @@ class Train(Config):
 
 def _generates(config: TrainConfig, folder: Path) -> str:
     """Return the command that answers with what a run has made, in the same format of weights."""
+    from lowbit_run.train.launch import on_several_machines
+
     model, words = config.model, ["lowbit generate", shlex.quote(str(folder))]
     if config.lora.rank and model.weights not in (None, "bf16"):
         words += [f"--weights {model.weights}", *["--double-quantization"] * model.double_quantization]
-    several = os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
-    where = " (on each machine, with its RANK, once it has this folder)" if several else ""
+    where = " (on each machine, with its RANK, once it has this folder)" if on_several_machines() else ""
     return f'{" ".join(words)} --prompt "..."{where}'
 
 

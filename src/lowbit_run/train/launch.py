@@ -70,16 +70,18 @@ def run(config: TrainConfig) -> Summary | None:
     return read_summary(summary)
 
 
+def on_several_machines() -> bool:
+    """Whether the environment has ranks on other machines."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
+
+
 def _goes_on(config: TrainConfig, how: str) -> str:
     """Say how to continue, and how to make a model of what is there; empty without a checkpoint."""
     step = newest_step(Path(config.run.output) / FOLDER)
     if step is None:
         return ""
-    elsewhere = (
-        ""
-        if os.environ.get("LOCAL_WORLD_SIZE") in (None, os.environ.get("WORLD_SIZE"))
-        else (", once the checkpoints folders of all machines are copied into it,")
-    )
+    elsewhere = ", once the checkpoints folders of all machines are copied into it," if on_several_machines() else ""
     return f"{how.format(step)}, and lowbit export {escape.printable(config.run.output)}{elsewhere} makes a model of it"
 
 
