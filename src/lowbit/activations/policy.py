@@ -316,7 +316,7 @@ class LayerAware:
         """Raise ValueError unless each entry of `layers` matches one of these modules."""
         for pattern in self.layers:
             if not any(_matches(name, pattern) for name in names):
-                some = ", ".join(list(names)[:6])
+                some = ", ".join([name or "the whole model" for name in names][:6])
                 raise ValueError(
                     f"layers has {shown(pattern)}, which matches none of the modules that can be compressed: "
                     f"{some}, ..."

@@ -85,8 +85,11 @@ def parse(text: str) -> Codec:
     may add formats (see `lowbit.codecs.names`).
 
     Raises:
+        TypeError: not a text.
         ValueError: an unknown name, or a form that cannot be read; arguments raise what the codec raises.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"codec is {shown(text)}; allowed: a text such as 'int4' or 'GroupInt(bits=6, group=32)'")
     if successor := REMOVED.get(text.partition("(")[0].strip()):
         raise ValueError(f"codec is {shown(text)}, which was removed; allowed: {successor}")
     try:

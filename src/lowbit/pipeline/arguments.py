@@ -51,7 +51,7 @@ def default_backward(forward: Codecs) -> Codecs:
 def codec_at(argument: str, codecs: Codecs, boundary: int, boundaries: int) -> Codec:
     """Return the codec of a boundary, of `boundaries`; TypeError, ValueError: not a codec, or a wrong mapping."""
     if isinstance(codecs, Mapping):
-        given = ", ".join(map(str, codecs)) or "none"
+        given = ", ".join(map(shown, codecs)) or "none"
         if boundary not in codecs:
             raise ValueError(f"{argument} has no codec for boundary {boundary}; given: {given}")
         if not set(codecs) <= set(range(boundaries)):

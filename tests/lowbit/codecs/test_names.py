@@ -91,6 +91,7 @@ def test_bad_names() -> None:
         "": "codec is ''",
     }
     refused(*((partial(parse, text), ValueError, message) for text, message in rows.items()))
+    refused((partial(parse, None), TypeError, "codec is None; allowed: a text such as 'int4'"))
     pairs = ("int4 / ", "int4 / int9", " / int4", "int4 / int4 / int4")
     refused(*((partial(parse_pair, text), ValueError, "codec is") for text in pairs))
 

@@ -295,6 +295,7 @@ def test_defaults_are_recommended_and_bad_arguments_named() -> None:
         (stage(backward={1: INT6}), ValueError, "backward.*boundary 0"),
         (stage(forward={0: INT4, 5: INT4}), ValueError, "forward has codecs for boundaries 0, 5; there are 0 to 0"),
         (stage(forward={0: None}), TypeError, "forward is None"),
+        (stage(forward={"0": INT4}), ValueError, "forward has no codec for boundary 0; given: '0'"),
         (stage(warmup_steps=-1), ValueError, "warmup_steps.*-1"),
         (stage(warmup_steps=2.5), TypeError, "warmup_steps.*2.5"),
         (stage(timeout=0), ValueError, "timeout.*0"),

@@ -83,7 +83,7 @@ def test_calibrations_are_formats_and_say_what_they_send(folder: Path, calibrate
     """A budget by default; `--bits uniform` as before there was one; sums alone with `--inputs none`."""
     base = f"--text {folder / 'text.txt'} --length 32 --sequences 8 --features 1 --threads 1"
     files = {name: tmp_path / f"{name}.safetensors" for name in ("default", "uniform", "sums")}
-    for (name, file), more in zip(files.items(), ("", "--bits uniform", "--inputs none --bits 5"), strict=True):
+    for (name, file), more in zip(files.items(), ("", "--bits uniform", "--inputs none --bits 6"), strict=True):
         result = invoke("calibrate", str(folder), *f"{base} --output {file} {more}".split())
         assert result.exit_code == 0, result.output
         said = "2 layers send their inputs, whose weights take 0.0 MB more on each rank" in result.stdout
@@ -93,11 +93,11 @@ def test_calibrations_are_formats_and_say_what_they_send(folder: Path, calibrate
     assert len(loaded["default"].inputs) == 2
     assert {*loaded["uniform"].bits.values()} == {4}
     assert not loaded["uniform"].inputs
-    assert (loaded["sums"].inputs, loaded["sums"].settings["bits"]) == ({}, 5)
+    assert (loaded["sums"].inputs, loaded["sums"].settings["bits"]) == ({}, 6)
     again = invoke("calibrate", str(folder), *f"{base} --output {files['sums']} --continue".split())
     assert again.exit_code == 0, again.output
     continued = Calibration.load(files["sums"])
-    assert (continued.count, continued.inputs, continued.settings["bits"]) == (14, {}, 5)
+    assert (continued.count, continued.inputs, continued.settings["bits"]) == (14, {}, 6)
     (tmp_path / "other").mkdir()
     alike = tmp_path / "other" / "sums.safetensors"
     alike.write_bytes(files["sums"].read_bytes())

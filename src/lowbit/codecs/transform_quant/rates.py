@@ -101,7 +101,8 @@ class RateGoal:
         exceed the highest one.
         """
         if coded is None:
-            log.warning("no rate can be chosen for %s: %s; using %g bits", tuple(shape), why, CODED[self.step])
+            text = "no rate can be chosen for %s: %s; using the default, %g bits and a message's other sections"
+            log.warning(text, tuple(shape), why, CODED[self.step])
             coded = CODED[self.step]
         geo, numel = self.default().geometry(shape), math.prod(shape)
         size = geo.overhead() + numel * coded / 8
