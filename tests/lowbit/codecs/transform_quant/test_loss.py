@@ -92,7 +92,7 @@ def test_no_gradient_is_a_warning_and_the_rate_of_none(caplog: pytest.LogCapture
     for goal, backward in ((RateGoal(nats=0.01), False), (RateGoal(), True)):
         chosen = rate(goal.choose(x, backward=backward))
         assert abs(chosen - TransformQuant().bits_per_element(x.shape)) < 0.1
-        assert "it had no gradient; using 3 bits" in caplog.text
+        assert "it had no gradient; using the default, 3 bits and" in caplog.text
         caplog.clear()
 
 
