@@ -253,7 +253,7 @@ class LowBitStage(HookedStage):
             raise ValueError(f"state has {printable(', '.join(formats))}; this stage has {', '.join(own)}")
         for name, saved in formats.items():
             if saved != own[name]:
-                log.warning("%s was saved with %s and goes on with %s", name, printable(saved), own[name])
+                log.warning("%s: the saved state is of %s, but this stage uses %s", name, printable(saved), own[name])
         self.lanes.load_state(steps, lanes, anchors)
 
     def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:

@@ -25,8 +25,21 @@ log = escape.logger(__name__)
 
 _CODED = SumSettings(small=0, algorithm="one_shot")
 _TRIED_BITS = 6  # of inputs whose effect is measured
-_SAY_SECONDS = 30.0  # between lines of the log
+_PROGRESS_SECONDS = 30.0  # between lines of the log
 _MASKED = -1e4  # logits from here down are masks: some models write -1e9, or the lowest float16
+
+
+def logged_progress(title: str, total: int) -> Callable[[int], None]:
+    """Return a function that takes the number of finished items, and logs it at most every half minute."""
+    shown = time.monotonic()
+
+    def show(done: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown > _PROGRESS_SECONDS:
+            shown = time.monotonic()
+            log.info("%s: %d of %d", title, done, total)
+
+    return show
 
 
 @dataclass(frozen=True)
@@ -185,19 +198,12 @@ def effects_of(
     )
     effects: dict[str, float] = {}
     offers: dict[str, dict[int, tuple[float, float]]] = {}
-    said = time.monotonic()
-
-    def say() -> None:
-        nonlocal said
-        if time.monotonic() - said > _SAY_SECONDS:
-            said = time.monotonic()
-            log.info("choosing bits: %d of %d", len(effects) + len(offers), total)
-
+    show = logged_progress("choosing bits", total)
     for name in measured:
         effects[name] = effect(name, {})
-        say()
+        show(len(effects))
     for name, rows in offered.items():
-        say()
+        show(len(effects) + len(offers))
         tried = min(rows, key=lambda bits: abs(bits - _TRIED_BITS))
         error = effect(name, {name: input_format(tried, INPUT_GROUP)})
         steps = {bits: 2 ** (bits - 1) - 1 for bits in rows}

@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
 from lowbit.tensor_parallel.low_bit import load_agreed
+from lowbit.tensor_parallel.observed import logged_progress
 from lowbit.tensor_parallel.plan import ENCODERS
 from lowbit.wire.pytorch import default_group
 from lowbit_lab.evaluate.settings import InferenceConfig
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
-_SAY_SECONDS = 30.0  # between lines where a bar cannot be shown
 TIMEOUT = 300.0
 CAUSAL, ENCODER = "causal language model", "encoder"
 LIBRARY = "Python's standard library"
@@ -289,13 +288,8 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     hidden = os.environ.get("RANK", "0") != "0"
     screen = console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=hidden) as bar, filtered_again():
-        task, said = bar.add_task(escape(title), total=total), time.monotonic()
-
-        def show(done: int) -> None:
-            nonlocal said
-            bar.update(task, completed=done)
-            if not (hidden or screen.is_terminal) and time.monotonic() - said > _SAY_SECONDS:
-                said = time.monotonic()
-                log.info("%s: %d of %d", title, done, total)
-
-        yield show
+        task = bar.add_task(escape(title), total=total)
+        if hidden or screen.is_terminal:
+            yield lambda done: bar.update(task, completed=done)
+        else:
+            yield logged_progress(title, total)

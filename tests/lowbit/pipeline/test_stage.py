@@ -290,6 +290,7 @@ def test_defaults_are_recommended_and_bad_arguments_named() -> None:
         for lane in lanes.values():
             assert lane.codec == expected[lane.direction][lane.boundary]
     goal, elsewhere = RateGoal(), {"steps": 3, "lanes": {"boundary 7 forward": {}}}
+    of_another = {"steps": 3, "lanes": {}, "formats": {"boundary 9 forward": "fp32"}}
     refused(
         (stage(forward="int4"), TypeError, "forward.*'int4'"),
         (stage(backward={1: INT6}), ValueError, "backward.*boundary 0"),
@@ -312,6 +313,7 @@ def test_defaults_are_recommended_and_bad_arguments_named() -> None:
         (lambda: good.load_codec_state_dict(elsewhere), ValueError, "boundary 7 forward"),
         (lambda: good.load_codec_state_dict({}), TypeError, "state is {}; allowed: what codec_state_dict returns"),
         (lambda: good.load_codec_state_dict({"steps": -1, "lanes": {}}), ValueError, "steps is -1"),
+        (lambda: good.load_codec_state_dict(of_another), ValueError, "state has boundary 9 forward; this stage has b"),
         (lambda: LowBitStage(None, 0, 2, toy.CPU), TypeError, "submodule is None; allowed: a torch.nn.Module"),
         (lambda: LowBitStage(nn.Identity(), -1, 2, toy.CPU), ValueError, "stage_index is -1; allowed: 0 to 1"),
         (lambda: LowBitStage(nn.Identity(), 2, 2, toy.CPU), ValueError, "stage_index is 2; allowed: 0 to 1"),
@@ -335,5 +337,5 @@ def _loaded_with_other_formats() -> bool:
         assert not warned.called
         other.load_codec_state_dict(state)
     ((text, *about),) = (call.args for call in warned.call_args_list)
-    assert text % tuple(about) == f"boundary 0 forward was saved with {INT4} and goes on with {FP32}"
+    assert text % tuple(about) == f"boundary 0 forward: the saved state is of {INT4}, but this stage uses {FP32}"
     return True

@@ -42,8 +42,7 @@ def evaluation_config(folder: Path, **more: Any) -> EvaluationConfig:
 def test_without_a_terminal_the_log_says_how_far_a_calibration_is(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    for module in ("lowbit_lab.evaluate.loading", "lowbit.tensor_parallel.observed"):
-        monkeypatch.setattr(f"{module}._SAY_SECONDS", 0.0)
+    monkeypatch.setattr("lowbit.tensor_parallel.observed._PROGRESS_SECONDS", 0.0)
     with caplog.at_level(logging.INFO):
         run(CALIBRATE, calibration_config(folder, output=str(tmp_path / "ranges.safetensors")))
     assert "calibrating: 8 of 8" in caplog.text
