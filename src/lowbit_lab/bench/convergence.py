@@ -62,7 +62,8 @@ class ConvergenceBenchmark:
     "activations:agoq": norms in 4, too, as in AGoQ; "activations:attention-8": attention in 8;
     "activations:uniform": everything in 4; "activations:default": the bits of `LayerAware()`. With "+8bit" after these,
     gradients are stored and all-reduced over two ranks in FP8 as well, and the optimizer is torchao's 8-bit AdamW.
-    "agoq" is AGoQ as published: "activations:agoq+8bit"."""
+    "agoq" is AGoQ as published: "activations:agoq+8bit".
+    "anchor:transform": with token anchors, which the warm-up of fine-tuning fits to `model.pretrained`."""
     backward: str = ""
     """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""
@@ -94,6 +95,8 @@ class ConvergenceBenchmark:
     """Steps of the checkpoint for fine-tuning."""
     finetune_steps: Positive = 120
     """Steps of fine-tuning."""
+    finetune_warmup_steps: NonNegative = 0
+    """First steps of fine-tuning at full precision."""
     finetune_lr: float = 1e-4
     """Highest learning rate of fine-tuning."""
     finetune_samples: Positive = 160
@@ -114,6 +117,13 @@ class ConvergenceBenchmark:
             formats = formats_in(boundary, self.backward)
             for regime in self.regimes:
                 check_messages(boundary, formats[:2], _model(self, regime), self.data.batch, self.data.sequence)
+            if formats.anchor and not (
+                self.regimes == ("finetune",) and self.model.pretrained and self.finetune_warmup_steps
+            ):
+                raise ConfigError(
+                    f"boundary is {boundary!r}; allowed: with regime finetune alone, model.pretrained and "
+                    "finetune_warmup_steps above 0, since the warm-up fits token anchors to a pretrained model"
+                )
             if formats.gradients and self.data.batch % RANKS:
                 raise ConfigError(f"data.batch is {self.data.batch}; allowed: multiples of {RANKS}")
         check_lora(TrainConfig(model=self.model, lora=self.lora))
@@ -145,7 +155,7 @@ def recipe(settings: ConvergenceBenchmark, regime: str) -> TrainingRecipe:
         data=data,
         optimizer=optimizer,
         steps=steps.get(regime, settings.steps),
-        warmup_steps=settings.warmup_steps if regime == WARM else 0,
+        warmup_steps={WARM: settings.warmup_steps, "finetune": settings.finetune_warmup_steps}.get(regime, 0),
         stages=settings.stages,
         samples=settings.finetune_samples if finetune else 0,
         eval_windows=settings.eval_windows,

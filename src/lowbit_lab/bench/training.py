@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.codecs import BlockFloat8, Cast, Codec, parse, parse_pair
 from lowbit.gradients import GradientStorage
-from lowbit.pipeline import Traffic, emulate_
+from lowbit.pipeline import TokenAnchor, Traffic, emulate_
 from lowbit_lab.bench.workers import report_progress, serve
 from lowbit_run.config import ConfigError, NonNegative, Positive, build, section
 from lowbit_run.train.answers import Answers
@@ -49,6 +49,8 @@ GRADIENTS = "gradients:"
 """Prefix of a format in which gradients are stored and all-reduced, in place of a boundary's format."""
 ACTIVATIONS = "activations:"
 """Prefix of a policy for saved activations, in place of a boundary's format."""
+ANCHOR = "anchor:"
+"""Prefix of a boundary's format, which then codes only what the token ids do not already say."""
 EIGHT_BITS = "+8bit"
 """Suffix of a policy: gradients are also stored and all-reduced in 8 bits, with an 8-bit optimizer."""
 AGOQ = "agoq"
@@ -105,6 +107,7 @@ class Formats(NamedTuple):
         gradients: the codec in which gradients are stored and all-reduced; None: float32.
         activations: the policy for saved activations; None: they are kept as they are.
         eight_bit: the optimizer is torchao's 8-bit AdamW.
+        anchor: whether activations are coded with a token anchor, which the warm-up fits.
     """
 
     forward: Codec = Cast()
@@ -112,10 +115,14 @@ class Formats(NamedTuple):
     gradients: Codec | None = None
     activations: LayerAware | None = None
     eight_bit: bool = False
+    anchor: bool = False
 
 
 def formats_in(boundary: str, backward: str = "") -> Formats:
-    """Parse "gradients:CODEC", "activations:POLICY", the same with "+8bit", "agoq", or a pair for `parse_pair`."""
+    """Parse "gradients:CODEC", "activations:POLICY", the same with "+8bit", "agoq", or a pair for `parse_pair`.
+
+    "anchor:" before a pair adds a token anchor.
+    """
     if boundary.startswith(GRADIENTS):
         codec = parse(boundary.removeprefix(GRADIENTS))
         if codec.stateful:
@@ -129,11 +136,12 @@ def formats_in(boundary: str, backward: str = "") -> Formats:
         eight = boundary == AGOQ or boundary.endswith(EIGHT_BITS)
         return Formats(gradients=BlockFloat8() if eight else None, activations=POLICIES[name], eight_bit=eight)
     try:
-        return Formats(*parse_pair(boundary, backward))
+        return Formats(*parse_pair(boundary.removeprefix(ANCHOR), backward), anchor=boundary.startswith(ANCHOR))
     except ValueError as error:
         if "(" in boundary:  # the arguments of a codec
             raise
-        raise ConfigError(f"boundary: {error}; or {AGOQ}, {ACTIVATIONS}POLICY, {GRADIENTS}CODEC") from None
+        allowed = f"{AGOQ}, {ACTIVATIONS}POLICY, {GRADIENTS}CODEC, {ANCHOR}CODEC"
+        raise ConfigError(f"boundary: {error}; or {allowed}") from None
 
 
 def train(
@@ -148,7 +156,7 @@ def train(
 
     Args:
         recipe: the run.
-        boundary: formats of activations, or of both ways, or "gradients:...", "activations:..." or "agoq".
+        boundary: formats of activations, or of both ways, or what `formats_in` allows besides.
         backward: format of gradients that `boundary` does not name.
         seed: of weights and data order.
         on_step: called after every step with the number of steps done and the loss.
@@ -163,8 +171,13 @@ def train(
     formats = formats_in(boundary, backward)
     data, model = prepare(recipe, seed)
     places = boundary_modules(model, recipe.stages)
+    embedding = model.get_input_embeddings().weight if formats.anchor else None
     emulation = emulate_(
-        model, at=places, forward=formats.forward, backward=formats.backward, warmup_steps=recipe.warmup_steps
+        model, at=places, forward=formats.forward, backward=formats.backward, warmup_steps=recipe.warmup_steps,
+        anchor=None if embedding is None else TokenAnchor(embedding=embedding.detach().cpu().clone()),
+    )  # fmt: skip
+    tokens = model.register_forward_pre_hook(
+        lambda _, args, given: emulation.set_tokens(given["input_ids"]), with_kwargs=True
     )
     compressed = compress_saved_(model, formats.activations) if formats.activations else None
     in_warmup = replace(emulation.traffic)
@@ -194,6 +207,7 @@ def train(
         compressed.remove()
     through = None if formats.forward.needs_key else evaluate(model, data.held_out, recipe)
     emulation.remove()
+    tokens.remove()
     return model, {
         "bits_forward": after.forward_bits,
         "bits_backward": after.backward_bits,

@@ -1,4 +1,6 @@
 import dataclasses
+import random
+import string
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from lowbit_lab.bench.training import TrainingRecipe, train
 from lowbit_run.report import Report, run
 from lowbit_run.train.config import DataConfig, LoraConfig, ModelConfig
 from tests.lowbit_lab.evaluate.models import write_checkpoint
+from tests.lowbit_run.train.runs import base
 
 FP32 = Cast()
 LOSS = {"fp32": 2.0, "int4": 2.5, "tah-quant": 2.25, "aq-sgd": 2.125}
@@ -113,6 +116,21 @@ def test_adapters_alone_are_trained_with_and_without_codecs(settings: Convergenc
     after = {name.replace("base_layer.", ""): tensor for name, tensor in model.state_dict().items()}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert any("lora_B" in name and tensor.any() for name, tensor in after.items())
+
+
+def test_anchors_save_loss_through_the_codec(settings: ConvergenceBenchmark, tmp_path: Path):
+    int2, letters = "GroupInt(bits=2, group=32)", random.Random(0).choices(string.ascii_letters, k=6000)
+    (tmp_path / "letters.txt").write_text("".join(letters))
+    settings = dataclasses.replace(
+        settings, regimes=("finetune",), boundaries=("fp32", int2, f"anchor:{int2}"), seeds=(0,),
+        model=ModelConfig(pretrained=base(tmp_path, dim=16, tied=True)), finetune_warmup_steps=20, finetune_steps=22,
+        finetune_samples=40, finetune_text=(str(tmp_path / "letters.txt"),), eval_windows=16,
+    )  # fmt: skip
+    exact, coarse, anchored = run(COMMAND, settings).rows
+    assert exact["curve"][:20] == coarse["curve"][:20] == anchored["curve"][:20]
+    assert anchored["bits_forward"] == coarse["bits_forward"], "ids are known to both ends"
+    assert anchored["state_bytes"] > coarse["state_bytes"]
+    assert abs(anchored["over_fp32_codecs"]) < abs(coarse["over_fp32_codecs"]) / 2
 
 
 def test_what_cannot_be_used_is_an_error_before_anything_is_trained(settings: ConvergenceBenchmark, trained: list[str]):

@@ -107,7 +107,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (ConvergenceBenchmark, {"regimes": ("warm",)}, r"regimes is .*; allowed: scratch-warmup"),
     (
         ConvergenceBenchmark, {"boundaries": ("agoq+8bit",)},
-        "boundary: codec is '.*'; allowed: .*tah-quant-published.*; or agoq, activations:POLICY, gradients:CODEC",
+        "boundary: codec is '.*'; allowed: .*tah-quant-published.*; or agoq, activations:POLICY, gradients:CODEC, anch",
+    ),
+    (
+        ConvergenceBenchmark, {"boundaries": ("anchor:transform",)},
+        "boundary is 'anchor:transform'; allowed: with regime finetune alone, model.pretrained and finetune_warmup",
     ),
     (ConvergenceBenchmark, {"boundaries": ("gradients:fp8",), "data": {"batch": 3}}, "batch is 3; allowed: multiples"),
     (ConvergenceBenchmark, {"backward": "nothing"}, "codec is 'nothing'"),

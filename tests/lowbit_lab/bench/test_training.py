@@ -55,7 +55,8 @@ def test_formats_by_name_and_agoq_in_8_bits(recipe: TrainingRecipe, monkeypatch:
     with pytest.raises(ValueError, match="keeps state between messages"):
         formats_in("gradients:aq-sgd")
     assert formats_in("activations:agoq") == Formats(activations=published)
-    assert formats_in("agoq") == formats_in("activations:agoq+8bit") == (FP32, FP32, BlockFloat8(), published, True)
+    agoq = Formats(gradients=BlockFloat8(), activations=published, eight_bit=True)
+    assert formats_in("agoq") == formats_in("activations:agoq+8bit") == agoq
     losses = {
         name: first_losses(recipe, name) for name in ("fp32", "activations:agoq", "agoq", "activations:agoq+8bit")
     }
