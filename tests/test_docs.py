@@ -162,6 +162,7 @@ MADE_EARLIER = {
 SLOW = {"docs/tutorials/own-pipeline.md"}  # 20 s; what it does is in the examples and in tests/lowbit/pipeline, too
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=pytest.mark.slow if name(p) in SLOW else (), id=name(p)) for p in PYTHON]
 )
@@ -174,6 +175,7 @@ def test_python_runs(page: Path, tmp_path: Path):
     run(script, ranks=0)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(("page", "block"), TORCHRUN)
 def test_scripts_for_several_ranks_run(page: Path, block: Block, tmp_path: Path):
     script = tmp_path / f"{page.stem}.py"
@@ -181,6 +183,7 @@ def test_scripts_for_several_ranks_run(page: Path, block: Block, tmp_path: Path)
     run(script, block.ranks)
 
 
+@pytest.mark.docs
 def test_a_finished_pipeline_of_the_tutorial_starts_again(tmp_path: Path):
     script = tmp_path / "pipeline.py"
     [body] = [b.body for b in blocks((ROOT / "docs/tutorials/own-pipeline.md").read_text()) if b.ranks]

@@ -16,6 +16,7 @@ from lowbit.codecs import parse
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.forked import run_script
 
+pytestmark = pytest.mark.docs
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -18,6 +18,7 @@ def _trained(config: TrainConfig) -> Summary:
     return train(config)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_runs(ranks: Ranks, tmp_path: Path, path: Path):
     given = tomllib.loads(path.read_text())

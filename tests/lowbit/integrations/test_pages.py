@@ -32,6 +32,7 @@ def test_each_engine_and_trainer_has_a_block_that_runs():
     assert trainers == [("accelerate",), ("transformers", "accelerate"), ("lightning",)]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(("block", "ranks"), BLOCKS)
 def test_block_runs(block: Block, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in block.words:

@@ -224,7 +224,7 @@ def failing(folder: str, how: str) -> tuple[str, int, float]:
     ("how", "culprit", "said"),
     [
         ("dies", 1, "PeerError: rank 1 closed its connection"),
-        ("sleeps", 1, "PeerError: rank 1 did not answer within 2.5 s"),
+        pytest.param("sleeps", 1, "PeerError: rank 1 did not answer within 2.5 s", marks=pytest.mark.slow),
         ("damages", 0, "DamagedError: transformers pipeline, hidden states (2, 24, 64), number 0"),
     ],
 )

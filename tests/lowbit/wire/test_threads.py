@@ -42,7 +42,9 @@ GLOO = """
 """
 
 
-@pytest.mark.parametrize("work", [STORE, GLOO], ids=["a call of the store", "a collective"])
+@pytest.mark.parametrize(
+    "work", [STORE, pytest.param(GLOO, marks=pytest.mark.slow)], ids=["a call of the store", "a collective"]
+)
 def test_threads_rest_before_the_interpreter_ends(tmp_path: Path, work: str):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.format(work=work.strip()))

@@ -25,6 +25,7 @@ WELL = "Nothing would stop the training."
 NO_DISTANCE = SlowLink.available(distance=True)
 
 pytestmark = [
+    pytest.mark.lab,
     pytest.mark.timeout(300),
     pytest.mark.skipif(SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}"),
 ]

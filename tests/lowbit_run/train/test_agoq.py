@@ -113,7 +113,7 @@ def test_a_plan_gives_the_bits_of_each_stage(tmp_path: Path, without_torchao: li
 @pytest.mark.parametrize(
     "pipeline",
     [
-        {"ranks": 4, "microbatches": 8, "layers": [1, 3, 2, 2]},
+        pytest.param({"ranks": 4, "microbatches": 8, "layers": [1, 3, 2, 2]}, marks=pytest.mark.slow),
         {"ranks": 2, "stages_per_rank": 2, "microbatches": 4, "schedule": "Interleaved1F1B"},
     ],
     ids=str,

@@ -121,9 +121,9 @@ def test_training_and_evaluations_are_those_of_a_single_process(ranks: Ranks, tm
 @pytest.mark.parametrize(
     ("make", "sections"),
     [
-        (answering, {"pipeline": {"forward": "transform", "backward": []}}),
+        pytest.param(answering, {"pipeline": {"forward": "transform", "backward": []}}, marks=pytest.mark.slow),
         (tiny, {"pipeline": {"data_parallel": 2, "microbatches": 2}}),
-        (tiny, {"pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2}}),
+        pytest.param(tiny, {"pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2}}, marks=pytest.mark.slow),
     ],
     ids=["packed samples", "two pipelines", "interleaved"],
 )
@@ -135,7 +135,11 @@ def test_only_steps_after_the_warm_up_change(ranks: Ranks, tmp_path: Path, make:
     assert found[WARM] != plain[WARM]
 
 
-@pytest.mark.parametrize(("after", "forward"), [(1, "int4"), (3, "transform")], ids=["in the warm-up", "later"])
+@pytest.mark.parametrize(
+    ("after", "forward"),
+    [pytest.param(1, "int4", marks=pytest.mark.slow), (3, "transform")],
+    ids=["in the warm-up", "later"],
+)
 def test_a_run_that_resumes_is_the_same(ranks: Ranks, tmp_path: Path, after: int, forward: str):
     """Evaluations between the steps change nothing either."""
     formats = {"forward": forward, "backward": []}

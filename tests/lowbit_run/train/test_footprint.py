@@ -68,7 +68,7 @@ FORMATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "gpt2", "qwen3_moe"])
 def test_predicted_weights_are_those_that_are_loaded(kind: str, tmp_path: Path):
     folder = saved(kind, tmp_path, **WIDE)
     for name, model in FORMATS.items():
@@ -148,10 +148,15 @@ def held_by(batch: BatchBytes, layers: Iterable[int], *, first: bool, last: bool
 @pytest.mark.parametrize(
     ("lora", "recompute", "saves"),
     [
-        (0, False, None), (4, False, None), (0, True, None), (4, True, None), (0, False, LayerAware()),
-        (0, False, LayerAware.published()), (4, False, LayerAware(bits=8)),
+        (4, False, None), (4, True, None), (0, False, LayerAware()),
         (0, False, plan_of(norm=8, mlp=4, linear=4)),
-        (0, False, plan_of(checkpoint=True, input="GroupInt(bits=8, group=64)")),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (0, False, None), (0, True, None), (0, False, LayerAware.published()), (4, False, LayerAware(bits=8)),
+                (0, False, plan_of(checkpoint=True, input="GroupInt(bits=8, group=64)")),
+            ]
+        ),
     ],
 )  # fmt: skip
 def test_what_a_micro_batch_takes_is_what_autograd_keeps(lora: int, recompute: bool, saves: LayerSaves, tmp_path: Path):

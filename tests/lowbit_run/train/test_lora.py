@@ -30,7 +30,9 @@ def adapted(folder: Path, family: str = "llama", **sections: dict[str, Any]) -> 
 V_SHAPED = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}
 
 
-@pytest.mark.parametrize(("family", "pipeline"), [("llama", {}), ("gpt2", {}), ("llama", V_SHAPED)])
+@pytest.mark.parametrize(
+    ("family", "pipeline"), [("llama", {}), pytest.param("gpt2", {}, marks=pytest.mark.slow), ("llama", V_SHAPED)]
+)
 def test_a_pipeline_trains_the_adapters_that_peft_does(
     ranks: Ranks, tmp_path: Path, family: str, pipeline: dict[str, Any]
 ):

@@ -39,7 +39,7 @@ def in_4_bits(path: str, folder: Path) -> str:
     [
         ("qwen2", True, "nf4", "fp16", V_SHAPED),
         ("gpt2", True, None, None, {}),  # Conv1D, whose matrices are transposed
-        ("llama", False, "int8", "bf16", ONE),
+        pytest.param("llama", False, "int8", "bf16", ONE, marks=pytest.mark.slow),
         ("llama", True, "stored", None, ONE),
     ],
 )

@@ -170,7 +170,13 @@ def _with_head(folder: Path, *, differs: bool, alone: bool = False) -> TrainConf
 
 
 @pytest.mark.parametrize(
-    "pipeline", [{}, THREE, {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}], ids=["two", "three", "v-shaped"]
+    "pipeline",
+    [
+        {},
+        pytest.param(THREE, marks=pytest.mark.slow),
+        pytest.param({"schedule": "ZBVZeroBubble", "stages_per_rank": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["two", "three", "v-shaped"],
 )
 def test_a_head_of_its_own_is_trained_whatever_the_configuration_says(
     ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture, pipeline: dict[str, Any]

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from lowbit.codecs.transform_quant import gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SLOW = pytest.mark.slow
 GUARD = 64  # bytes and numbers around what may be written
 
 
@@ -83,7 +84,12 @@ def numbers_of(message: Message) -> Tensor:
 
 @pytest.mark.parametrize(
     ("rows", "channels", "by_token", "bits", "stream"),
-    [(1, 7, True, 4.0, 1 << 16), (7, 70, True, 3.0, 128), (5, 100, False, 2.0, 200), (33, 8, False, 9.0, 1 << 16)],
+    [
+        (1, 7, True, 4.0, 1 << 16),
+        pytest.param(7, 70, True, 3.0, 128, marks=SLOW),
+        pytest.param(5, 100, False, 2.0, 200, marks=SLOW),
+        (33, 8, False, 9.0, 1 << 16),
+    ],
 )
 def test_each_backend_decodes_what_the_other_sends(
     rows: int, channels: int, by_token: bool, bits: float, stream: int, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +104,7 @@ def test_each_backend_decodes_what_the_other_sends(
         assert (messages[1].table()[:, 2] > 0).all(), "lowest bits travel"
 
 
-@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("by_token", [pytest.param(True, marks=SLOW), False])
 def test_zeros_nan_and_outliers(by_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "STREAM", 160)
     z = tensor(6, 70)
