@@ -3,8 +3,10 @@
 Two hosts of this machine, each with a tensor-parallel rank, a thread, a network and a shared memory of its own, serve a
 model with vLLM's OpenAI-compatible server, with vLLM's own sums and with each format of the plug-in. vLLM's load
 generator, `vllm bench serve`, measures the time to the first token by link and length of the prompt, one request at a
-time, and how many tokens a second several requests at a time read. Prompts are random tokens, and nobody looks at the
-answers. Needs root, and vLLM as `make test-vllm` installs it.
+time, and how many tokens a second several requests at a time read. Prompts are random tokens. With `--task`, the server
+first answers questions, one at a time, each with all its choices as prompts, whose log-likelihoods it gives. As in
+`lowbit evaluate`, they are compared with those of vLLM's own sums. The plug-in checks its layers on the first prompt,
+of a question or of random tokens. Needs root, and vLLM as `make test-vllm` installs it.
 """
 
 import argparse
@@ -19,10 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lowbit.integrations.vllm import VllmSettings
+from lowbit_lab.evaluate.questions import read_questions
+from lowbit_lab.evaluate.settings import FILE_TASKS
+from lowbit_lab.evaluate.tasks import LocalTask, differences
 from lowbit_lab.network import SlowLink
 
 PORT, LIMIT = 8000, 900
@@ -137,13 +143,67 @@ def loaded(network: SlowLink, model: str, tokens: int, prompts: int, at_once: in
     return result
 
 
+def answers(network: SlowLink, task: LocalTask, folder: Path) -> list[list[float]]:
+    """Return the log-likelihoods of each question's choices, in nats, which the server gives on the first host."""
+    asked, url = folder / "question.json", f"http://127.0.0.1:{PORT}/v1/completions"
+    command = ["curl", "-sS", "--fail-with-body", "-H", "Content-Type: application/json", "-d", f"@{asked}", url]
+    found = []
+    for choices in task.choices:
+        prompts = [[*choice.inputs, choice.targets[-1]] for choice in choices]
+        asked.write_text(json.dumps({"model": "served", "prompt": prompts, "max_tokens": 1, "prompt_logprobs": 0}))
+        done = network.popen(0, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        said = done.communicate(timeout=LIMIT)[0]
+        if done.returncode:
+            raise ChildProcessError(f"the server did not answer a question of {task.name}: {said[-1500:]}")
+        of_tokens = [each["prompt_logprobs"] for each in json.loads(said)["choices"]]
+        found.append(
+            [
+                sum(
+                    given[str(token)]["logprob"]
+                    for given, token in zip(all_[-len(c.targets) :], c.targets, strict=True)
+                )
+                for all_, c in zip(of_tokens, choices, strict=True)
+            ]
+        )
+    return found
+
+
+def compared(task: LocalTask, exact: list[list[float]], found: list[list[float]]) -> dict[str, Any]:
+    """Return how answers differ from exact ones, with standard errors, and how many are right."""
+    right = task.metrics(found)[f"{task.name} acc"]
+    both = {"right": right, **differences(exact, found)}
+    row = {name: metric.value for name, metric in both.items()}
+    return row | {f"{name}_error": metric.error for name, metric in both.items()} | {"log_likelihoods": found}
+
+
+def longest_of(task: LocalTask) -> LocalTask:
+    """Return the task's question with most tokens."""
+    sizes = [max(len(choice.inputs) for choice in choices) for choices in task.choices]
+    at = sizes.index(max(sizes))
+    return replace(task, questions=task.questions[at : at + 1], choices=task.choices[at : at + 1])
+
+
+def read_tasks(given: argparse.Namespace) -> list[LocalTask]:
+    """Return the tasks, with the tokens of their first `--questions` questions."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    pairs = [text.partition("=") for text in given.task]
+    most = MOST_TOKENS - 2
+    return [
+        LocalTask.encode(name, read_questions(name, file, given.questions), tokenizer, most) for name, _, file in pairs
+    ]
+
+
 def options() -> argparse.Namespace:
     """Read the command line; what is wrong with it ends the program before anything starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder in Hugging Face format")
     parser.add_argument("--calibration", nargs="*", default=[], help="files of `lowbit calibrate --ranks 2`")
     parser.add_argument("--format", nargs="*", default=[], help="such as 'GroupInt(bits=8, group=64)'")
-    parser.add_argument("--mbit", type=float, nargs="+", default=[100.0, 1000.0], help="rates of the link")
+    parser.add_argument("--task", nargs="*", default=[], help="such as arc_easy=FILE: `lowbit evaluate --task`")
+    parser.add_argument("--questions", type=int, default=30, help="of each task")
+    parser.add_argument("--mbit", type=float, nargs="*", default=[100.0, 1000.0], help="rates of the link")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 1024], help="of a prompt")
     parser.add_argument("--prompts", type=int, default=5, help="of each length")
     parser.add_argument("--at-once", type=int, default=4, help="requests at a time, for tokens a second")
@@ -155,8 +215,10 @@ def options() -> argparse.Namespace:
             parser.error(f"there is no file {file}")
     if not given.json.absolute().parent.is_dir():
         parser.error(f"there is no folder {given.json.absolute().parent}")
-    if not (min(*given.mbit, *given.tokens, given.prompts) > 0 and max(given.tokens) < MOST_TOKENS):
-        parser.error(f"--mbit, --prompts and --tokens must be above 0, and --tokens below {MOST_TOKENS}")
+    if wrong := [text for text in given.task if text.partition("=")[0] not in FILE_TASKS or "=" not in text]:
+        parser.error(f"--task is {wrong[0]}; allowed: NAME=FILE with a name of {', '.join(FILE_TASKS)}")
+    if not (min(*given.mbit, *given.tokens, given.prompts, given.questions) > 0 and max(given.tokens) < MOST_TOKENS):
+        parser.error(f"--mbit, --prompts, --questions and --tokens must be above 0, and --tokens below {MOST_TOKENS}")
     if not 0 < given.at_once <= AT_ONCE:
         parser.error(f"--at-once is {given.at_once}; allowed: 1 to {AT_ONCE}")
     if problem := SlowLink.available() or (shutil.which("curl") is None and "curl is not installed"):
@@ -174,14 +236,28 @@ def main() -> None:
     formats = {file: {"calibration": str(Path(file).resolve())} for file in given.calibration}
     formats |= {text: {"format": text} for text in given.format}
     model = str(Path(given.model).resolve())
+    tasks, exact = read_tasks(given), {}
     rows: list[dict[str, Any]] = []
     for name, settings in {OWN: None, **formats}.items():
         with tempfile.TemporaryDirectory() as folder, SlowLink(2, None) as network:
             text = json.dumps({"small": 1024, **settings}) if settings else ""
             with served(network, model, text, shlex.split(given.vllm), Path(folder)):
-                loaded(network, model, max(given.tokens), 1, 1, Path(folder))  # the check of layers, which sums twice
+                if tasks:  # the check of layers, which sums twice, on the longest question
+                    answers(network, longest_of(tasks[0]), Path(folder))
+                else:
+                    loaded(network, model, max(given.tokens), 1, 1, Path(folder))
                 if settings:
                     check_coded(Path(folder))
+                for task in tasks:
+                    found = answers(network, task, Path(folder))
+                    row = {"sums": name, "task": task.name, **compared(task, exact.setdefault(task.name, found), found)}
+                    rows.append(row)
+                    given.json.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+                    print(  # noqa: T201
+                        f"{name}, {task.name}: {len(found)} questions, right {row['right']:.1%}, same answers "
+                        f"{row['same_answers']:.1%}, divergence {row['divergence']:.4f}",
+                        flush=True,
+                    )
                 for mbit in given.mbit:
                     network.set_rate(mbit)
                     for tokens, at_once in [*((each, 1) for each in given.tokens), (max(given.tokens), given.at_once)]:
