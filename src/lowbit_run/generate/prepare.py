@@ -23,12 +23,12 @@ from lowbit_run.train.cut import layer_count, parts_of
 from lowbit_run.train.device import choose_autocast, choose_device
 from lowbit_run.train.fits import check_weights_fit
 from lowbit_run.train.footprint import model_bytes
+from lowbit_run.train.identity import pretrained_digest
 from lowbit_run.train.layout import PipelineLayout, make_layout
 from lowbit_run.train.model import check_starts
 from lowbit_run.train.pretrained import (
     GENERATION,
     FolderTokenizer,
-    check_files,
     check_generation_config,
     check_weights,
     hint,
@@ -102,15 +102,17 @@ class Prepared:
         """What all ranks must agree on."""
         names = ("weights", "double_quantization", "sample", "batch", "checksums")
         facts = {name: str(getattr(self.settings, name)) for name in names}
-        configuration = {k: v for k, v in self.exact.to_dict().items() if k != "_name_or_path"}  # machines' own folders
-        model = [configuration, sorted(check_files(self.base, "folder").items())]
-        adapters = None if self.adapters is None else (self.adapters[0] / WEIGHTS).read_bytes()
+        adapters = b""
+        if self.adapters is not None:
+            folder, config = self.adapters
+            own = {**config.to_dict(), "base_model_name_or_path": ""}  # each machine has its own folder
+            adapters = json.dumps(own, default=_plain, sort_keys=True).encode() + (folder / WEIGHTS).read_bytes()
         return facts | {
             "lowbit version": __version__,
             "layers": str(list(self.layout.layer_counts)),
             "format": f"{self.codec} [{self.codec.fingerprint()}]",
-            "model": _digest(json.dumps(model, default=str, sort_keys=True).encode()),
-            "adapters": "none" if adapters is None else _digest(adapters),
+            "model": pretrained_digest(self.base),
+            "adapters": _digest(adapters) if adapters else "none",
             "generation_config.json": _digest(self.generation.to_json_string(use_diff=False).encode()),
         }
 
@@ -198,6 +200,11 @@ def _check_codec(codec: Codec) -> Codec:
     from lowbit.integrations.transformers import check_stateless
 
     return check_stateless(codec)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a configuration as JSON has it: sets have no order."""
+    return sorted(value) if isinstance(value, set) else str(value)
 
 
 def _digest(data: bytes) -> str:

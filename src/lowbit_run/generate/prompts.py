@@ -1,14 +1,22 @@
 """Prompts and samples: text from options and files, as token ids."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowbit_run.config import ConfigError
 from lowbit_run.generate.settings import GenerateSettings
-from lowbit_run.train.answers import Encoded, check_characters, encode, read_record, read_samples
+from lowbit_run.train.answers import (
+    Encoded,
+    check_characters,
+    check_messages,
+    check_written,
+    encode,
+    read_record,
+    read_samples,
+)
 from lowbit_run.train.pretrained import Tokenizer, encode_prompt, reason
 
 _ALLOWED = "an object with prompt, or with messages"
@@ -41,11 +49,19 @@ def read_prompts(settings: GenerateSettings, tokenizer: Any, *, longest: int | N
         plain = isinstance(value, dict) and settings.chat is None
         text = value.get("prompt") if isinstance(value, dict) else value
         messages = value.get("messages") if isinstance(value, dict) else None
+        if isinstance(value, dict) and "messages" in value:
+            check_messages(messages, where)
+            if messages[-1]["role"] == "assistant":
+                raise ConfigError(
+                    f"{where}: the last of {len(messages)} messages is of role 'assistant'; allowed: another role, "
+                    "which is answered; --score FILE compares answers"
+                )
         if messages is None and not (isinstance(text, str) and text.strip()):
             raise ConfigError(f"{where} is {text!r:.60}; allowed: text that is not empty")
         check_characters(value, where)
         if messages is not None or (chat and not plain):
-            ids = _from_template(tokenizer, messages or [{"role": "user", "content": text}], where)
+            record = value if messages else {"messages": [{"role": "user", "content": text}]}
+            ids = _from_template(tokenizer, record, where)
         else:
             ids = encode_prompt(tokenizer, str(text))
         if longest is not None and len(ids) >= longest:
@@ -100,12 +116,20 @@ def _given(settings: GenerateSettings) -> Iterator[tuple[str, Any]]:
         record = read_record(line, where, _ALLOWED)
         if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
             raise ConfigError(f"{where} is {json.dumps(record):.60}; allowed: {_ALLOWED}")
+        if "answer" in record:
+            raise ConfigError(
+                f"{where} has an answer, which that of the model would replace; allowed: another name, such as "
+                "reference; --score FILE compares answers"
+            )
         yield where, record
 
 
-def _from_template(tokenizer: Any, messages: Sequence[Any], where: str) -> list[int]:
+def _from_template(tokenizer: Any, record: dict[str, Any], where: str) -> list[int]:
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            record["messages"], tools=record.get("tools"), tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # a foreign template may raise anything
         raise ConfigError(f"{where}: the chat template refuses the messages: {reason(error)}") from error
+    check_written(record, text, where)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

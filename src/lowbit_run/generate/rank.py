@@ -83,9 +83,10 @@ def _print_answers(answering: "Answering", prepared: Prepared, prompts: list[lis
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begin, tokens = time.perf_counter(), 0
     answered: dict[int, list[int]] = {}
-    printed = 0
+    printed, cut = 0, 0
     for index, ids in answering.answers(prompts, streamer):
         tokens += len(ids)
+        cut += prepared.positions is not None and len(prompts[index]) + len(ids) >= prepared.positions
         answered[index] = ids
         while answering.rank == 0 and streamer is None and printed in answered:
             _print_line(prepared.prompts[printed].shown, tokenizer.decode(answered[printed], skip_special_tokens=True))
@@ -95,6 +96,8 @@ def _print_answers(answering: "Answering", prepared: Prepared, prompts: list[lis
         about = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
         if answering.stage is not None:
             about += f", {answering.stage.traffic.forward_bits:.1f} bits per element between ranks"
+        if cut:
+            about += f"; {cut} of {len(prompts)} answers end at the model's last position, {prepared.positions}"
         sys.stderr.write(about + "\n")
     elif "LOCAL_RANK" not in os.environ:
         sys.stdout.write("finished; rank 0 has the answers\n")
@@ -167,10 +170,20 @@ class Answering:
                 checksums=settings.checksums,
             )  # fmt: skip
         torch.manual_seed(settings.seed)
+        generation, positions = self._prepared.generation, self._prepared.positions
+        # Padding would change the answers of models whose layers do more than attend, and where it counts as repeated.
+        repeats = generation.repetition_penalty not in (None, 1.0) or generation.no_repeat_ngram_size
+        padded = self._prepared.exact.model_type not in MIXES_SAMPLES and not repeats
+
+        def group(index: int) -> int:
+            """0, or the length of a prompt that is computed only with others of its length."""
+            length = len(prompts[index])
+            # One whose answer may end at the last position would end those of shorter prompts as early.
+            ends = positions is not None and length + generation.max_new_tokens > positions
+            return 0 if padded and not ends else length
+
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        # Padding would change the answers of models whose layers do more than attend.
-        padded = self._prepared.exact.model_type not in MIXES_SAMPLES
-        for _, alike in groupby(order, key=lambda index: padded or len(prompts[index])):
+        for _, alike in groupby(order, key=group):
             while together := list(islice(alike, settings.batch)):
                 yield from zip(together, self._answered([prompts[index] for index in together], streamer), strict=True)
 

@@ -35,7 +35,8 @@ class GenerateSettings:
     tokens: NonNegative = 0
     """Most tokens of an answer. 0: `max_new_tokens` of the folder's `generation_config.json`, or 256."""
     sample: bool = False
-    """Draw tokens as the folder's `generation_config.json` says. Otherwise each token is the likeliest one."""
+    """Draw tokens as the folder's `generation_config.json` says. Otherwise each token is the likeliest one, after what
+    the file has against repetitions."""
     seed: NonNegative = 0
     """Seed of the draws."""
     batch: Positive = 8
@@ -61,5 +62,10 @@ class GenerateSettings:
             raise ConfigError(f"{' and '.join(given)} are given; allowed: one of them")
         if self.prompt and not self.prompt.strip():
             raise ConfigError(f"prompt is {self.prompt!r:.60}; allowed: text that is not empty")
+        idle = [name for name in ("tokens", "sample") if getattr(self, name)] + ["chat"] * (self.chat is not None)
+        if self.score and idle:
+            raise ConfigError(f"{idle[0]} is set and score is given; allowed: with prompts, which are answered")
+        if self.seed and not self.sample:
+            raise ConfigError(f"seed is {self.seed} and sample is false; allowed: with sample, which draws tokens")
         if self.double_quantization and self.weights != "nf4":
             raise ConfigError(f"double_quantization is true and weights is {self.weights}; allowed: with nf4 only")

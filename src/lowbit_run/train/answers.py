@@ -136,7 +136,12 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
             f"{where} has messages, and the tokenizer has no chat template; "
             "allowed: prompt and completion, or a data.tokenizer with a chat template"
         )
-    _check_messages(messages, where)
+    check_messages(messages, where)
+    if messages[-1]["role"] != "assistant" or len(messages) == 1:
+        raise ConfigError(
+            f"{where}: the last of {len(messages)} messages is of role {messages[-1]['role']!r}; "
+            "allowed: assistant, after at least one message of another role"
+        )
     check_characters(record.get("tools"), f"{where}: tools")
 
     def render(count: int, *, prompt: bool = False) -> str:
@@ -153,7 +158,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
     except Exception as error:  # a foreign template may raise anything
         reason = one_line(str(error)) or type(error).__name__
         raise ConfigError(f"{where}: the chat template refuses the messages: {reason}") from error
-    _check_written(record, whole, where)
+    check_written(record, whole, where)
     if spans[-1][1] != whole:  # both are the whole conversation
         raise ConfigError(
             f"{where}: the chat template writes the same messages differently each time; "
@@ -173,7 +178,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: "PreTrainedToke
     return TextSample(tuple(parts), plain=False, learns_last=not all(agreed))
 
 
-def _check_written(record: dict[str, Any], whole: str, where: str) -> None:
+def check_written(record: dict[str, Any], whole: str, where: str) -> None:
     """Raise ConfigError if the template has left out a message, a tool or a call of one."""
     tools: dict[str, Any] = {"tools": record.get("tools")}
     for index, message in enumerate(record["messages"], 1):
@@ -193,7 +198,8 @@ def _check_written(record: dict[str, Any], whole: str, where: str) -> None:
                 )
 
 
-def _check_messages(messages: Any, where: str) -> None:
+def check_messages(messages: Any, where: str) -> None:
+    """Raise ConfigError unless it is a list of messages with role and content."""
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages is {messages!r:.60}; allowed: a list of messages")
     for index, message in enumerate(messages, 1):
@@ -202,11 +208,6 @@ def _check_messages(messages: Any, where: str) -> None:
         check_characters(message, f"{where}: message {index}")
         if message["role"] == "assistant" and not message["content"].strip():
             raise ConfigError(f"{where}: message {index}, of the assistant, is empty; allowed: {_TEXT}")
-    if messages[-1]["role"] != "assistant" or len(messages) == 1:
-        raise ConfigError(
-            f"{where}: the last of {len(messages)} messages is of role {messages[-1]['role']!r}; "
-            "allowed: assistant, after at least one message of another role"
-        )
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lowbit.collectives import AgreementError, PeerError
 from lowbit_run.config import ConfigError
 from lowbit_run.generate.prepare import prepare
+from lowbit_run.generate.prompts import read_prompts
 from lowbit_run.generate.rank import Answering, answer
 from lowbit_run.generate.settings import GenerateSettings
 from lowbit_run.train.answers import Encoded
@@ -72,6 +74,30 @@ def test_ranks_answer_what_one_process_does(ranks: Ranks, tmp_path: Path, kind: 
     expected = in_one_process(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     layers = (2, 3) if kind == "glm_moe_dsa" else ()  # its fourth layer needs the third
     assert ranks.run(answers, settings(folder, layers=layers)) == [expected, expected]
+
+
+LONG = [[5] * 3, [9] * 10, [30] * 58]
+"""Prompts of which only the last one leaves fewer positions than an answer may take."""
+
+
+def test_a_long_prompt_leaves_the_answers_to_shorter_ones_whole(ranks: Ranks, tmp_path: Path):
+    folder = saved(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = [in_one_process(model, [p], max_new_tokens=min(20, 64 - len(p)))[0] for p in LONG]
+    assert [len(ids) for ids in expected] == [20, 20, 6]
+    assert ranks.run(answers, settings(folder, tokens=20), LONG) == [expected, expected]
+
+
+def test_padding_does_not_count_as_repeated(ranks: Ranks, tmp_path: Path):
+    folder = saved(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options: dict[str, Any] = {"repetition_penalty": 9.0}
+    first = in_one_process(model, PROMPTS[2:], **options)[0][0]  # of the prompt that is shorter than the others
+    assert first not in PROMPTS[2]
+    options["pad_token_id"] = first
+    GenerationConfig(**options).save_pretrained(folder)
+    expected = in_one_process(model, **options)
+    assert ranks.run(answers, settings(folder)) == [expected, expected]
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
@@ -187,6 +213,63 @@ def test_ranks_with_other_settings_get_the_same_error(ranks: Ranks, tmp_path: Pa
 
 def _told_apart(given: GenerateSettings, option: str) -> str:
     return told(replace(given, **{option: "bf16"}) if dist.get_rank() else given)
+
+
+def _with_weights(given: GenerateSettings, other: str) -> str:
+    return told(replace(given, folder=other) if dist.get_rank() else given)
+
+
+def test_ranks_with_other_weights_get_the_same_error(ranks: Ranks, tmp_path: Path):
+    """Of the same model: one before and one after it was trained; adapters of another strength."""
+    shutil.copytree(folder := saved(tmp_path / "model", "llama"), other := tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: x + 1 for name, x in weights.items()}, other / "model.safetensors", metadata={"format": "pt"})
+    texts = ranks.run(_with_weights, settings(folder), str(other))
+    assert texts[0] == texts[1]
+    assert "model: " in texts[0]
+    shutil.copytree(folder := adapted(tmp_path), other := tmp_path / "stronger")
+    config = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 64}))
+    texts = ranks.run(_with_weights, settings(folder), str(other))
+    assert texts[0] == texts[1]
+    assert "adapters: " in texts[0]
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}<{{ tool['function']['name'] }}>{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}:{{ message['content'] }};{% endfor %}"
+)
+
+
+def test_a_conversation_is_read_with_its_tools(tmp_path: Path):
+    tokenizer = ByteTokenizer().hugging_face()
+    tokenizer.chat_template = TEMPLATE
+    (file := tmp_path / "p.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hi"}], "tools": [{"function": {"name": "clock"}}]})
+    )
+    [prompt] = read_prompts(settings("", prompts=str(file)), tokenizer, longest=None)
+    assert tokenizer.decode(prompt.ids) == "<clock>user:hi;"
+    for line, said in [
+        ({"messages": []}, r"messages is \[\]; allowed: a list of messages"),
+        ({"messages": [{"role": "user", "text": "hi"}]}, "message 1 is .*allowed: an object with role and content"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, "role 'assistant'; allowed: another role"),
+        ({"messages": [{"role": "user", "content": "hi"}], "answer": "ho"}, "has an answer, which that of the model"),
+        ({"prompt": "a", "answer": "b"}, "has an answer, which that of the model would replace"),
+    ]:
+        file.write_text(json.dumps(line))
+        with pytest.raises(ConfigError, match=f"p.jsonl line 1.*{said}"):
+            read_prompts(settings("", prompts=str(file)), tokenizer, longest=None)
+
+
+def test_options_without_effect_are_refused():
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"score": "a", "tokens": 3}, "tokens is set and score is given"),
+        ({"score": "a", "chat": False}, "chat is set and score is given"),
+        ({"seed": 3}, "seed is 3 and sample is false"),
+    ]
+    for given, said in cases:
+        with pytest.raises(ConfigError, match=said):
+            GenerateSettings(**given)
 
 
 def test_the_command_prints_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
