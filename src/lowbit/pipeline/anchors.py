@@ -75,10 +75,13 @@ class TokenAnchor:
 
     def __repr__(self) -> str:
         """Show properties that peers compare: shape, dtype and a digest of up to 64 rows."""
-        rows = self.embedding[:: max(1, len(self.embedding) // 64)].contiguous().view(-1).view(torch.uint8)
         shape, dtype = tuple(self.embedding.shape), str(self.embedding.dtype).removeprefix("torch.")
-        digest = xxhash.xxh3_64_hexdigest(rows.numpy().data)
+        digest = _digest(self.embedding[:: -(-len(self.embedding) // 64)])
         return f"{type(self).__name__}(embedding={dtype} {shape} [{digest}], renew={self.renew})"
+
+    def stated(self, ids: Tensor) -> str:
+        """Return what ranks compare of a pass's tokens: the shape, and a digest of ids and of their rows."""
+        return f"{tuple(ids.shape)} [{_digest(ids)}, rows {_digest(self.embedding[ids.unique()])}]"
 
     @property
     def features(self) -> int:
@@ -109,6 +112,10 @@ class TokenAnchor:
     def renews(self, steps: int, warmup_steps: int) -> bool:
         """Whether the training step after `steps` of them renews the fit."""
         return self.renew > 0 and steps >= warmup_steps and (steps - warmup_steps + 1) % self.renew == 0
+
+
+def _digest(x: Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(x.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class Fit:

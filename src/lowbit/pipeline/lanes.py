@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from lowbit.escape import printable
@@ -81,7 +80,7 @@ class Lanes:
         self._step = self._kind(batch.training)
         tokens, self.tokens, self.stated = self.tokens, None, "none"
         if self.anchor is not None and tokens is not None:
-            self.stated = f"{tuple(tokens.shape)} [{xxhash.xxh3_64_hexdigest(tokens.contiguous().numpy().data)}]"
+            self.stated = self.anchor.stated(tokens)
             self._step = replace(self._step, tokens=tokens.tensor_split(batch.micro_batches))  # as the schedule splits
         self._title = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
         if not batch.training:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.codecs import parse
 from lowbit.collectives import agree
 from lowbit.collectives.reduce import check_summable
-from lowbit.tensor_parallel import Calibration, calibrate
+from lowbit.tensor_parallel import Calibration, CalibrationError, calibrate
 from lowbit_lab.evaluate import loading
 from lowbit_lab.evaluate.settings import CalibrationConfig
 from lowbit_run.config import ConfigError
@@ -39,7 +39,7 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
     device = loading.prepare(settings)
     sequences = read(settings)
     with loading.job(device):
-        _check_output(settings.path)
+        _check_output(settings.path, replaces=not settings.continue_)
         start = loading.load_calibration(settings.path) if settings.continue_ else None
         model = loading.load_model(settings.model, settings.dtype, device)
         calibration = make(model, sequences, settings, start=start)
@@ -119,8 +119,11 @@ def _row(calibration: Calibration, layer: str) -> dict[str, Any]:
     }
 
 
-def _check_output(path: Path) -> None:
-    """Raise ConfigError unless the first rank can write there; in a job, all ranks raise the same AgreementError."""
+def _check_output(path: Path, *, replaces: bool) -> None:
+    """Raise ConfigError unless the first rank can write there; in a job, all ranks raise the same AgreementError.
+
+    A file that is no calibration stays as it is; `replaces`: one that is makes way for another, which the log says.
+    """
     rank, ranks = world()
     problem = ""
     if rank == 0:
@@ -128,6 +131,11 @@ def _check_output(path: Path) -> None:
             check_output(path)
         except ValueError as error:
             problem = f"output {error}; allowed: a file in a folder that can be written"
+        if not problem and replaces and path.exists():
+            try:
+                log.warning("%s holds a calibration (%s), which this one replaces", path, Calibration.load(path).text)
+            except CalibrationError:
+                problem = f"output is {path}, which is no calibration that can be read; allowed: a new file"
     if ranks > 1:
         agree(None, {"output": problem or f"{path} can be written"}, topic="output")
     elif problem:

@@ -103,8 +103,9 @@ class LocalTask:
         for question, sums in zip(self.questions, values, strict=True):
             sizes = [len(ending) - 1 for ending in question.endings]  # without the space in front
             over = [each / size if size else -math.inf for each, size in zip(sums, sizes, strict=True)]
-            right.append(float(_chosen(sums) == question.answer))
-            right_normalized.append(float(_chosen(over) == question.answer))
+            answered = all(map(math.isfinite, sums))  # broken logits answer nothing
+            right.append(float(answered and _chosen(sums) == question.answer))
+            right_normalized.append(float(answered and _chosen(over) == question.answer))
         metrics = {f"{self.name} acc": Metric.mean(right)}
         return metrics | ({f"{self.name} acc_norm": Metric.mean(right_normalized)} if self.name in NORMALIZED else {})
 

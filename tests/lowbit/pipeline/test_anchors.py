@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -199,13 +200,28 @@ def test_ranks_agree_on_the_anchor(ranks: Ranks):
 
 def with_another_row() -> None:
     table = torch.randn(128, FEATURES, generator=torch.Generator().manual_seed(1)).bfloat16()
-    table[1] += dist.get_rank()
-    train(pipeline(**make(forward=INT4, anchor=TokenAnchor(embedding=table))), range(3))
+    table[101] += dist.get_rank()
+    run = pipeline(**make(forward=INT4, anchor=TokenAnchor(embedding=table)))
+    train(run, range(3))
+    set_tokens(run, ids_of(3).clamp(min=101))
+    run.train(3)
+
+
+def test_ranks_compare_rows_when_their_tokens_occur(ranks: Ranks):
+    """Not each row is in the description that they compare at first, nor does each token occur in the warm-up."""
+    text = toy.disagreement(ranks.outcomes(with_another_row))
+    assert "token ids: (8, 8) [" in text
+    assert ", rows " in text
+
+
+def with_another_fit() -> None:
+    rows = TokenAnchor.rows
+    with mock.patch.object(TokenAnchor, "rows", lambda *args: rows(*args) + dist.get_rank()):
+        train(pipeline(**make(forward=INT4)), range(3))
 
 
 def test_ranks_compare_what_they_fitted(ranks: Ranks):
-    """Not each row is in the description that they compare at first."""
-    assert "boundary 0 forward token anchor" in toy.disagreement(ranks.outcomes(with_another_row))
+    assert "boundary 0 forward token anchor" in toy.disagreement(ranks.outcomes(with_another_fit))
 
 
 # One end of a boundary, in one process.

@@ -78,7 +78,9 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
     assert caplog.text.count("the calibration was made from the same") == 1
 
 
-def test_calibrations_are_formats_and_say_what_they_send(folder: Path, calibrated: Path, tmp_path: Path):
+def test_calibrations_are_formats_and_say_what_they_send(
+    folder: Path, calibrated: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """A budget by default; `--bits uniform` as before there was one; sums alone with `--inputs none`."""
     base = f"--text {folder / 'text.txt'} --length 32 --sequences 8 --features 1 --threads 1"
     files = {name: tmp_path / f"{name}.safetensors" for name in ("default", "uniform", "sums")}
@@ -95,7 +97,10 @@ def test_calibrations_are_formats_and_say_what_they_send(folder: Path, calibrate
     assert (loaded["sums"].inputs, loaded["sums"].settings["bits"]) == ({}, 6)
     again = invoke("calibrate", str(folder), *f"{base} --output {files['sums']} --continue".split())
     assert again.exit_code == 0, again.output
+    assert "replaces" not in caplog.text
     continued = Calibration.load(files["sums"])
+    invoke("calibrate", str(folder), *f"{base} --output {files['uniform']} --bits uniform".split())
+    assert "uniform.safetensors holds a calibration (7 of 32 tokens from" in caplog.text
     assert (continued.count, continued.inputs, continued.settings["bits"]) == (14, {}, 6)
     (tmp_path / "other").mkdir()
     alike = tmp_path / "other" / "sums.safetensors"
@@ -246,6 +251,8 @@ REFUSED = [
     ("evaluate {model} --calibration a --calibration-text b", "allowed: one of them"),
     ("calibrate {model} --length 8 --text {text} --output {short}/c",
      "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written"),
+    ("calibrate {model} --length 8 --text {text} --output {model}/model.safetensors",
+     "model.safetensors, which is no calibration that can be read; allowed: a new file"),
     ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
     ("evaluate {model} --limit 3", "limit is 3; allowed: with --task"),
     ("evaluate {model} --low-bit --format int8", "format is int8 and low-bit is given; allowed: one of them"),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from lowbit_lab.evaluate import EvaluationConfig, questions
 from lowbit_lab.evaluate.commands import EVALUATE
-from lowbit_lab.evaluate.questions import read_questions
+from lowbit_lab.evaluate.questions import Question, read_questions
 from lowbit_lab.evaluate.settings import FILE_TASKS
 from lowbit_lab.evaluate.tasks import (
     Choice,
@@ -216,6 +216,11 @@ def test_differences_by_hand():
     assert found["divergence"].items == pytest.approx((math.log(3) / 2, 0), abs=1e-15)
     assert found["change"].items == pytest.approx((math.log(3), 0.5))
     assert found["change"].error == pytest.approx((math.log(3) - 0.5) / 2)
+    question = Question.of("a", ["b", "c"], 0)
+    task = LocalTask(name="arc_easy", questions=[question], choices=[[Choice(inputs=(1,), targets=(2,))] * 2])
+    assert {name: metric.value for name, metric in task.metrics([[math.nan, math.nan]]).items()} == {
+        "arc_easy acc": 0.0, "arc_easy acc_norm": 0.0,
+    }  # fmt: skip
     broken = differences(exact, [[math.nan, math.nan], [0.0, 1.0]])
     assert math.isnan(broken["divergence"].value)
     assert broken["same_answers"].value == 0.5
