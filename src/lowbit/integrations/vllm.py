@@ -167,8 +167,8 @@ def register() -> None:
 
 
 def row_sums() -> "RowSums | None":
-    """The sums of this process's model; None before vLLM has built one."""
-    return _current
+    """The sums of the model that vLLM has built last in this process; None before the first."""
+    return _models[-1] if _models else None
 
 
 def _subclass(base: Any) -> type:
@@ -177,7 +177,7 @@ def _subclass(base: Any) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.summed = bool(self.reduce_results and self.tp_size > 1 and _adopt(self))
+            self.summed = _adopt(self) if self.reduce_results and self.tp_size > 1 else ""
 
         def forward(self, input_: Tensor) -> Any:
             if not self.summed:
@@ -186,7 +186,7 @@ def _subclass(base: Any) -> type:
                 part = input_.shape[-1] // self.tp_size
                 input_ = input_.narrow(-1, self.tp_rank * part, part).contiguous()
             partial = self.quant_method.apply(self, input_, None)  # without the bias, as in the calibration
-            output = torch.ops.lowbit.vllm_row_sum(partial, self.prefix)
+            output = torch.ops.lowbit.vllm_row_sum(partial, self.summed)
             if self.bias is not None and not self.skip_bias_add:
                 output = output + self.bias
             return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
@@ -224,6 +224,7 @@ class RowSums:
     _started: bool = False
     _seen: object = None  # the attention metadata for which `_prefills` was computed
     _prefills: bool = False
+    _reported: bool = False  # the outcome of the check
 
     def __post_init__(self) -> None:
         self._group: Any = _vllm("distributed.parallel_state", "get_tp_group").get_tp_group()
@@ -249,6 +250,7 @@ class RowSums:
         known = self._context.is_forward_context_available()
         metadata = self._context.get_forward_context().attn_metadata if known else None
         if metadata is not self._seen:
+            self._report(began=True)
             speculative = getattr(self.config, "speculative_config", None)
             self._prefills = has_prefill(metadata, 1 + (getattr(speculative, "num_speculative_tokens", 0) or 0))
             self._seen = metadata
@@ -360,17 +362,33 @@ class RowSums:
                 raise VllmError(f"{text}; allowed: a calibration on text like this, more bits, or a larger limit")
             layer.sum = None
             _log.warning("%s: vLLM sums this layer itself", text)
-        if not any(each.unchecked and each.sum is not None for each in self.layers.values()):
-            errors = sorted(each.error for each in self.layers.values() if each.sum is not None)
-            if errors and self._first:
-                _log.info(
-                    "lowbit: %d layers checked: errors of their sums %.2f to %.2f %%",
-                    len(errors), 100 * errors[0], 100 * errors[-1],
-                )  # fmt: skip
+        self._report(began=False)
         return whole
 
+    def _report(self, *, began: bool) -> None:
+        """Log the check's outcome once all layers are checked, or all that summed a prefill when the next batch began.
 
-_current: Any = None  # `RowSums`; None before vLLM has built a model
+        The encoders of images and sounds are layers of vLLM's, too, and run outside of its batches.
+        """
+        coded = [each for each in self.layers.values() if each.sum is not None]
+        waiting = [each for each in coded if each.unchecked]
+        done = [each for each in coded if not each.unchecked and each.error == each.error]
+        if self._reported or not done or any(each.unchecked < self.settings.prefills or not began for each in waiting):
+            return
+        self._reported = True
+        if self._first:
+            errors = sorted(each.error for each in done)
+            _log.info(
+                "lowbit: %d layers checked: errors of their sums %.2f to %.2f %%",
+                len(errors), 100 * errors[0], 100 * errors[-1],
+            )  # fmt: skip
+            if waiting:
+                names = _some([each.name for each in waiting])
+                _log.warning("lowbit: vLLM has summed %s itself so far: no prefill was there", names)
+
+
+_models: list[RowSums] = []
+"""In the order in which vLLM built them: a draft model for speculative decoding has layers of the same names."""
 
 
 def has_prefill(metadata: Any, decode: int) -> bool:
@@ -389,22 +407,31 @@ def has_prefill(metadata: Any, decode: int) -> bool:
     return False
 
 
-def _adopt(layer: Any) -> bool:
-    """Register a layer that vLLM is building; False (vLLM sums it) if it has no name, or the name is taken."""
-    global _current
+def _adopt(layer: Any) -> str:
+    """Register a layer that vLLM is building, and return its key.
+
+    It is the place of its model and its name; "" (vLLM sums it) if it has no name, or the name is taken.
+    """
     config = _vllm("config", "get_current_vllm_config").get_current_vllm_config()
     compilation = config.compilation_config
-    if _current is None or _current.config.compilation_config is not compilation:
-        _current = RowSums(settings_of(config), config)
+    place = next((i for i, each in enumerate(_models) if each.config.compilation_config is compilation), len(_models))
+    if place == len(_models):
+        _models.append(RowSums(settings_of(config), config))
+    layers = _models[place].layers
     if not layer.prefix:
         _log.warning("a row-parallel layer has no name: vLLM sums it itself")
-        return False
-    if layer.prefix in _current.layers:
+        return ""
+    if layer.prefix in layers:
         _log.warning("a second row-parallel layer is called %s: vLLM sums it itself", layer.prefix)
-        return False
+        return ""
     device = next(layer.parameters()).device
-    _current.layers[layer.prefix] = _Layer(layer.prefix, layer.output_size, device)
-    return True
+    layers[layer.prefix] = _Layer(layer.prefix, layer.output_size, device)
+    return f"{place}/{layer.prefix}"
+
+
+def _row_sum(x: Tensor, layer: str) -> Tensor:
+    place, _, name = layer.partition("/")
+    return _models[int(place)].sum(x, name)
 
 
 def _vllm(module: str, *names: str) -> Any:
@@ -428,5 +455,5 @@ def _some(names: list[str]) -> str:
 
 
 _library.define("vllm_row_sum(Tensor x, str layer) -> Tensor")
-_library.impl("vllm_row_sum", lambda x, layer: _current.sum(x, layer), "CompositeExplicitAutograd")
+_library.impl("vllm_row_sum", _row_sum, "CompositeExplicitAutograd")
 torch.library.register_fake("lowbit::vllm_row_sum", lambda x, layer: torch.empty_like(x), lib=_library)

@@ -166,6 +166,37 @@ def test_layers_are_checked_in_the_first_prefill(bits: int, lost: bool):
 
 
 @on_ranks
+def test_two_models_of_a_process_keep_their_formats():
+    """Such as a model and the one that drafts for it, whose layers have the same names."""
+    with served(llama, format=INT8) as engine:
+        before = engine.run(ids(), PREFILL)
+        with served(llama, format="GroupInt(bits=2, group=64)") as other:
+            assert not torch.equal(other.run(ids(), PREFILL), before)
+            assert torch.equal(engine.run(ids(), PREFILL), before)
+
+
+@on_ranks
+def test_the_check_is_told_although_a_layer_never_sums_a_prefill():
+    """As the encoder of images, which vLLM runs outside of its batches."""
+    with (
+        mock.patch.object(logging.getLogger("vllm.lowbit"), "handle") as handle,
+        served(llama, format=INT8, prefills=1) as engine,
+    ):
+        logging.getLogger("vllm.lowbit").setLevel(logging.INFO)
+        own, encoder = engine.sums.sum, next(iter(engine.sums.layers))
+        engine.sums.sum = lambda x, name: engine.sums._whole(x) if name == encoder else own(x, name)
+        for metadata in (PREFILL, DECODE, {"layer": Metadata(9)}):
+            engine.run(ids(), metadata)
+        told = [call.args[0].getMessage() for call in handle.call_args_list][1:]
+        expected = [
+            "lowbit: 3 layers checked: ",
+            f"lowbit: vLLM has summed {encoder} itself so far: no prefill was there",
+        ]
+        assert len(told) == 2 * (dist.get_rank() == 0)
+        assert all(text.startswith(start) for text, start in zip(told, expected, strict=False))
+
+
+@on_ranks
 def test_a_batch_of_nan_or_zeros_is_no_check():
     for first_row, checked in ((float("nan"), 0), (0.0, 3)):
         model = llama()

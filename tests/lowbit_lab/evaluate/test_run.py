@@ -100,7 +100,7 @@ def test_calibrations_are_formats_and_say_what_they_send(
     assert "replaces" not in caplog.text
     continued = Calibration.load(files["sums"])
     invoke("calibrate", str(folder), *f"{base} --output {files['uniform']} --bits uniform".split())
-    assert "uniform.safetensors holds a calibration (7 of 32 tokens from" in caplog.text
+    assert "uniform.safetensors holds a calibration (8 of 32 tokens from" in caplog.text
     assert (continued.count, continued.inputs, continued.settings["bits"]) == (14, {}, 6)
     (tmp_path / "other").mkdir()
     alike = tmp_path / "other" / "sums.safetensors"
