@@ -43,7 +43,7 @@ demo: $(VENV)/.installed-lab ## Train a small Llama over two slow links: PyTorch
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not docs and not lab" $(ARGS)
 
-test-lab: $(VENV)/.installed-dev ## Run the tests of benchmarks, emulated links and evaluation
+test-lab: $(VENV)/.installed-dev ## Run the tests of benchmarks, emulated links, `lowbit doctor` over one, and evaluation
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not docs and lab" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` and `make test-lab` leave out
@@ -83,7 +83,7 @@ docs: $(VENV)/.installed-docs ## Build the documentation site into site/, withou
 	@echo "Built site/index.html"
 
 test-docs: docs $(VENV)/.installed-dev ## Run what the documentation shows, examples and recipes; check the built site and what the package index makes of the README
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "docs and not slow" $(DOCS_TESTS) $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "docs and not slow" $(DOCS_TESTS) $(ARGS)
 
 docs-browser: docs ## Open every page of the site in a browser, small and large, light and dark; needs chromium
 	@$(BIN)/python -m tests.browser $(ARGS)
@@ -123,8 +123,8 @@ format: $(VENV)/.installed-dev ## Rewrite the files in the project's style
 clean: ## Remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) .venv-torch $(ENGINES) $(VLLM) .pytest_cache .ruff_cache .hypothesis build dist site
 
-# One stamp for each set of extras: packages are installed again when the project's requirements change. Of their 18,000
-# files Python compiles those that are imported, at their first import: half a minute less.
+# One stamp for each set of extras: packages are installed again when the project's requirements change. Python compiles
+# a file when it is first imported: compiling all 18,000 at installation takes half a minute.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing lowbit[$*] into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$*]'

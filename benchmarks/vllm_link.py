@@ -28,7 +28,7 @@ from typing import Any
 from lowbit.integrations.vllm import VllmSettings
 from lowbit_lab.evaluate.questions import read_questions
 from lowbit_lab.evaluate.settings import FILE_TASKS
-from lowbit_lab.evaluate.tasks import LocalTask, differences
+from lowbit_lab.evaluate.tasks import Choice, LocalTask, differences
 from lowbit_lab.network import SlowLink
 
 PORT, LIMIT = 8000, 900
@@ -155,16 +155,16 @@ def answers(network: SlowLink, task: LocalTask, folder: Path) -> list[list[float
         said = done.communicate(timeout=LIMIT)[0]
         if done.returncode:
             raise ChildProcessError(f"the server did not answer a question of {task.name}: {said[-1500:]}")
-        of_tokens = [each["prompt_logprobs"] for each in json.loads(said)["choices"]]
-        found.append(
-            [
-                sum(
-                    given[str(token)]["logprob"]
-                    for given, token in zip(all_[-len(c.targets) :], c.targets, strict=True)
-                )
-                for all_, c in zip(of_tokens, choices, strict=True)
-            ]
-        )
+        found.append(log_likelihoods(choices, json.loads(said)["choices"]))
+    return found
+
+
+def log_likelihoods(choices: Sequence[Choice], replies: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the log-likelihood of each choice's last tokens, from the server's replies to its prompts."""
+    found = []
+    for choice, reply in zip(choices, replies, strict=True):
+        last = reply["prompt_logprobs"][-len(choice.targets) :]
+        found.append(sum(given[str(token)]["logprob"] for given, token in zip(last, choice.targets, strict=True)))
     return found
 
 
@@ -177,7 +177,7 @@ def compared(task: LocalTask, exact: list[list[float]], found: list[list[float]]
 
 
 def longest_of(task: LocalTask) -> LocalTask:
-    """Return the task's question with most tokens."""
+    """Return the question with the most tokens, as a task."""
     sizes = [max(len(choice.inputs) for choice in choices) for choices in task.choices]
     at = sizes.index(max(sizes))
     return replace(task, questions=task.questions[at : at + 1], choices=task.choices[at : at + 1])
@@ -210,11 +210,22 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vllm", default="", help="further options of `vllm serve`, in one argument")
     parser.add_argument("--json", type=Path, required=True, help="file for the rows")
     given = parser.parse_args()
+    check(given, parser)
+    return given
+
+
+def check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End the program unless the options can be used, and read the tasks."""
     for file in (f"{given.model}/config.json", *given.calibration):
         if not Path(file).is_file():
             parser.error(f"there is no file {file}")
     if not given.json.absolute().parent.is_dir():
         parser.error(f"there is no folder {given.json.absolute().parent}")
+    if not given.task and not given.mbit:
+        parser.error("--mbit has no rates; allowed: at least one, or --task")
+    names = [text.partition("=")[0] for text in given.task]
+    if len({*names}) < len(names):
+        parser.error(f"--task has {' '.join(names)}; allowed: each task once")
     if wrong := [text for text in given.task if text.partition("=")[0] not in FILE_TASKS or "=" not in text]:
         parser.error(f"--task is {wrong[0]}; allowed: NAME=FILE with a name of {', '.join(FILE_TASKS)}")
     if not (min(*given.mbit, *given.tokens, given.prompts, given.questions) > 0 and max(given.tokens) < MOST_TOKENS):
@@ -223,22 +234,27 @@ def options() -> argparse.Namespace:
         parser.error(f"--at-once is {given.at_once}; allowed: 1 to {AT_ONCE}")
     if problem := SlowLink.available() or (shutil.which("curl") is None and "curl is not installed"):
         parser.error(str(problem))
-    for file in given.calibration:
-        VllmSettings(calibration=file)
-    for text in given.format:
-        VllmSettings(format=text)
-    return given
+    for settings in formats_of(given).values():
+        VllmSettings(**settings)
+    try:
+        given.tasks = read_tasks(given)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def formats_of(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the settings of the plug-in for each format, by its name on the command line."""
+    files = {file: {"calibration": str(Path(file).resolve())} for file in given.calibration}
+    return files | {text: {"format": text} for text in given.format}
 
 
 def main() -> None:
     """Measure, print a line for each, and write the rows."""
     given = options()
-    formats = {file: {"calibration": str(Path(file).resolve())} for file in given.calibration}
-    formats |= {text: {"format": text} for text in given.format}
     model = str(Path(given.model).resolve())
-    tasks, exact = read_tasks(given), {}
+    tasks, exact = given.tasks, {}
     rows: list[dict[str, Any]] = []
-    for name, settings in {OWN: None, **formats}.items():
+    for name, settings in {OWN: {}, **formats_of(given)}.items():
         with tempfile.TemporaryDirectory() as folder, SlowLink(2, None) as network:
             text = json.dumps({"small": 1024, **settings}) if settings else ""
             with served(network, model, text, shlex.split(given.vllm), Path(folder)):

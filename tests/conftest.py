@@ -17,8 +17,8 @@ torch.set_num_threads(1)
 
 TESTS = Path(__file__).parent
 LONG = [
-    *("lowbit_lab/bench/test_demo.py", "lowbit_lab/bench/test_convergence.py", "test_docs.py"),
-    *("lowbit_run/doctor/test_network.py", "test_examples.py", "lowbit/pipeline/test_guard.py"),
+    *("lowbit_lab/bench/test_demo.py", "lowbit_lab/bench/test_convergence.py", "lowbit_run/doctor/test_network.py"),
+    *("test_examples.py", "test_docs.py", "lowbit/integrations/test_pages.py", "lowbit/pipeline/test_guard.py"),
     *("lowbit_run/train/test_tied.py", "lowbit_run/doctor/test_meeting.py", "lowbit_run/train/test_loop.py"),
     *("lowbit_run/train/test_launch.py", "lowbit_run/plan/test_pipeline.py", "lowbit_run/generate/test_generate.py"),
     *("lowbit_run/train/checkpoints/test_resume.py", "lowbit_run/train/test_auto.py", "lowbit_run/train/test_stop.py"),
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that the workers of `make test` end together. The laboratory's tests are marked `lab`."""
+    """Long files first, so that workers end together. The laboratory's tests are marked `lab`."""
     for item in items:
         if TESTS / "lowbit_lab" in item.path.parents and item.path.name != "test_tour.py":
             item.add_marker(pytest.mark.lab)

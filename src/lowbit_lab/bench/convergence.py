@@ -115,17 +115,23 @@ class ConvergenceBenchmark:
             parse(self.backward)
         for boundary in self.boundaries:
             formats = formats_in(boundary, self.backward)
+            fitted = self.regimes == ("finetune",) and self.model.pretrained and self.finetune_warmup_steps
+            if formats.anchor and (formats.forward.is_plain or not fitted):
+                raise ConfigError(
+                    f"boundary is {boundary!r}; allowed: a format that codes activations, with regime finetune alone, "
+                    "model.pretrained and finetune_warmup_steps above 0: the warm-up fits token anchors"
+                )
             for regime in self.regimes:
                 check_messages(boundary, formats[:2], _model(self, regime), self.data.batch, self.data.sequence)
-            if formats.anchor and not (
-                self.regimes == ("finetune",) and self.model.pretrained and self.finetune_warmup_steps
-            ):
-                raise ConfigError(
-                    f"boundary is {boundary!r}; allowed: with regime finetune alone, model.pretrained and "
-                    "finetune_warmup_steps above 0, since the warm-up fits token anchors to a pretrained model"
-                )
             if formats.gradients and self.data.batch % RANKS:
                 raise ConfigError(f"data.batch is {self.data.batch}; allowed: multiples of {RANKS}")
+        if self.finetune_warmup_steps and "finetune" not in self.regimes:
+            raise ConfigError(f"finetune_warmup_steps is {self.finetune_warmup_steps}; allowed: with regime finetune")
+        if self.finetune_warmup_steps >= self.finetune_steps:
+            raise ConfigError(
+                f"finetune_warmup_steps is {self.finetune_warmup_steps}; allowed: fewer than finetune_steps "
+                f"({self.finetune_steps})"
+            )
         check_lora(TrainConfig(model=self.model, lora=self.lora))
         if not self.model.pretrained and self.stages > self.model.layers:
             raise ConfigError(f"stages is {self.stages}; allowed: at most model.layers ({self.model.layers})")

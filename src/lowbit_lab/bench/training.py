@@ -171,14 +171,20 @@ def train(
     formats = formats_in(boundary, backward)
     data, model = prepare(recipe, seed)
     places = boundary_modules(model, recipe.stages)
-    embedding = model.get_input_embeddings().weight if formats.anchor else None
+    anchor = None
+    if formats.anchor:
+        anchor = TokenAnchor(embedding=model.get_input_embeddings().weight.detach().cpu().clone())
     emulation = emulate_(
         model, at=places, forward=formats.forward, backward=formats.backward, warmup_steps=recipe.warmup_steps,
-        anchor=None if embedding is None else TokenAnchor(embedding=embedding.detach().cpu().clone()),
+        anchor=anchor,
     )  # fmt: skip
-    tokens = model.register_forward_pre_hook(
-        lambda _, args, given: emulation.set_tokens(given["input_ids"]), with_kwargs=True
-    )
+    handles = []
+    if anchor is not None:
+
+        def set_tokens(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
+            emulation.set_tokens(given["input_ids"])
+
+        handles.append(model.register_forward_pre_hook(set_tokens, with_kwargs=True))
     compressed = compress_saved_(model, formats.activations) if formats.activations else None
     in_warmup = replace(emulation.traffic)
 
@@ -206,8 +212,8 @@ def train(
     if compressed is not None:
         compressed.remove()
     through = None if formats.forward.needs_key else evaluate(model, data.held_out, recipe)
-    emulation.remove()
-    tokens.remove()
+    for handle in (emulation, *handles):
+        handle.remove()
     return model, {
         "bits_forward": after.forward_bits,
         "bits_backward": after.backward_bits,

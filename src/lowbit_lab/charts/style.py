@@ -122,6 +122,8 @@ def title_of(name: Any) -> str:
             return f"TransformQuant, {' / '.join(numbers)} bits"
         same = forward == backward
         return f"{title_of(forward)} both ways" if same else f"{title_of(forward)} / {title_of(backward)}"
+    if text.startswith("anchor:"):
+        return f"{title_of(text.removeprefix('anchor:'))} with token anchors"
     if text in NAMES:
         return NAMES[text]
     first, _, rest = text.partition(" ")

@@ -154,6 +154,11 @@ class EvaluationConfig(InferenceConfig):
                 f"calibration-text is {', '.join(self.calibration_text)} and calibration is "
                 f"{', '.join(self.calibrations)}; allowed: one of them"
             )
+        if self.calibrations and self.calibration_sequences != EvaluationConfig.calibration_sequences:
+            raise ConfigError(
+                f"calibration-sequences is {self.calibration_sequences} and calibration is "
+                f"{', '.join(self.calibrations)}; allowed: one of them"
+            )
         if self.task_folder and not self.harness_tasks:
             raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task and a name in lm-eval")
         named = [task.partition("=")[0] for task in self.tasks]

@@ -186,9 +186,9 @@ def test_codecs_go_on_from_shape_to_shape(ranks: Ranks, codec: Codec):
 @on_ranks
 def test_a_pass_that_has_been_there_before_costs_no_exchange() -> None:
     """Exchanges and operations of the store, in passes of new configurations and of known ones."""
+    others = {*threading.enumerate()} - {threading.current_thread()}  # left by earlier tests of this process
     run = toy.Run("1f1b", PLAIN)
     counts: Counter[str] = Counter()
-    others = {*threading.enumerate()} - {threading.current_thread()}  # left by earlier tests of this process
     reads = ("get", "check", "wait", "multi_get")
     names = (*reads, "append", "set", "add", "compare_set", "delete_key", "multi_set")
     kinds = dist.Store, dist.PrefixStore, dist.TCPStore  # pyright: ignore

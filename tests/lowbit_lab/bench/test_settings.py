@@ -24,6 +24,11 @@ PIPELINE = PipelineBenchmark(boundaries=("stock-fp32", "tah-quant"), model=Model
 SPECTRUM = SpectrumBenchmark(checkpoint="a", text="b")
 SUMS = TensorParallelBenchmark(ranks=(2,), model=ModelConfig(dim=64, layers=1, heads=2, ffn=64))
 MANY = tuple(f"{rate}mbit" for rate in range(1, 33))
+ANCHORED: dict[str, Any] = {
+    "boundaries": ("anchor:int4",), "regimes": ("finetune",), "model": {"pretrained": "nowhere"},
+    "finetune_warmup_steps": 3,
+}  # fmt: skip
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (PIPELINE, {"pipeline": {"ranks": 1}}, "pipeline.ranks is 1; allowed: at least 2"),
     (PIPELINE, {"pipeline": {"forward": "int4"}}, "pipeline.forward is .*; allowed: formats, in `boundaries`"),
@@ -111,8 +116,17 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (
         ConvergenceBenchmark, {"boundaries": ("anchor:transform",)},
-        "boundary is 'anchor:transform'; allowed: with regime finetune alone, model.pretrained and finetune_warmup",
+        "boundary is 'anchor:transform'; allowed: a format that codes activations, with regime finetune alone, ",
     ),
+    *(
+        (ConvergenceBenchmark, ANCHORED | change, "boundary is 'anchor:.*'; allowed: a format that codes activations")
+        for change in (
+            {"finetune_warmup_steps": 0}, {"model": {}}, {"regimes": ("finetune", "scratch")},
+            {"boundaries": ("anchor:fp32",)},
+        )
+    ),
+    (ConvergenceBenchmark, {"regimes": ("scratch",), "finetune_warmup_steps": 2}, "steps is 2; allowed: with regime f"),
+    (ConvergenceBenchmark, {"finetune_warmup_steps": 120}, r"allowed: fewer than finetune_steps \(120\)"),
     (ConvergenceBenchmark, {"boundaries": ("gradients:fp8",), "data": {"batch": 3}}, "batch is 3; allowed: multiples"),
     (ConvergenceBenchmark, {"backward": "nothing"}, "codec is 'nothing'"),
     (ConvergenceBenchmark, {"boundaries": (f"int4 / {AUTO}",)}, "bits is 'auto'; allowed: None or a number"),

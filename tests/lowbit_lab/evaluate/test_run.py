@@ -249,6 +249,7 @@ REFUSED = [
     ("evaluate {model} --length 8 --text {text} --low-bit --tp 1,2,4 --calibration {calibrated}",
      "calibration is for 2 ranks and tp is 4; allowed: a file for each"),
     ("evaluate {model} --calibration a --calibration-text b", "allowed: one of them"),
+    ("evaluate {model} --calibration a --calibration-sequences 9", "calibration-sequences is 9 and calibration is a"),
     ("calibrate {model} --length 8 --text {text} --output {short}/c",
      "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written"),
     ("calibrate {model} --length 8 --text {text} --output {model}/model.safetensors",

@@ -78,7 +78,6 @@ with weights._returned_memory():
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(weights._MALLOC is None, reason="another C library")
 def test_loading_gives_back_what_it_frees():
     """In a process of its own: other tests' threads and garbage change what a process holds."""

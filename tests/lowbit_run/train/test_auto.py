@@ -282,7 +282,7 @@ def test_one_machine_keeps_the_most_exact_format(ranks: Ranks, tmp_path: Path):
     ("count", "pipeline"),
     [
         (2, {"schedule": "ZBVZeroBubble", "stages_per_rank": 2, "layers": [2, 1, 1, 2]}),
-        pytest.param(4, {"data_parallel": 2, "layers": [3, 1]}, marks=pytest.mark.slow),
+        (4, {"data_parallel": 2, "layers": [3, 1]}),
     ],
 )
 def test_all_ranks_take_the_same_formats(ranks: Ranks, tmp_path: Path, count: int, pipeline: dict[str, Any]):

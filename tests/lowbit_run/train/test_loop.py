@@ -262,7 +262,6 @@ def _fail_on_one(config: TrainConfig, failing: int) -> None:
     train(config, on_step=on_step)
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_is_named_by_the_other(ranks: Ranks, tmp_path: Path):
     there, here = ranks.outcomes(_fail_on_one, tiny(tmp_path), 1, timeout=LIMIT)
     assert (here.kind, there.kind) == ("OSError", "PeerError")

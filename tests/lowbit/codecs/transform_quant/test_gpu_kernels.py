@@ -86,7 +86,7 @@ def numbers_of(message: Message) -> Tensor:
     ("rows", "channels", "by_token", "bits", "stream"),
     [
         (1, 7, True, 4.0, 1 << 16),
-        pytest.param(7, 70, True, 3.0, 128, marks=SLOW),
+        (7, 70, True, 3.0, 128),
         pytest.param(5, 100, False, 2.0, 200, marks=SLOW),
         (33, 8, False, 9.0, 1 << 16),
     ],
