@@ -173,7 +173,8 @@ def train(
     places = boundary_modules(model, recipe.stages)
     anchor = None
     if formats.anchor:
-        anchor = TokenAnchor(embedding=model.get_input_embeddings().weight.detach().cpu().clone())
+        embedding: Any = model.get_input_embeddings()
+        anchor = TokenAnchor(embedding=embedding.weight.detach().cpu().clone())
     emulation = emulate_(
         model, at=places, forward=formats.forward, backward=formats.backward, warmup_steps=recipe.warmup_steps,
         anchor=anchor,

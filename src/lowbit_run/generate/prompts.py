@@ -48,8 +48,9 @@ def read_prompts(settings: GenerateSettings, tokenizer: Any, *, longest: int | N
         # A sample's prompt has no template when `lowbit train` learns it.
         plain = isinstance(value, dict) and settings.chat is None
         text = value.get("prompt") if isinstance(value, dict) else value
-        messages = value.get("messages") if isinstance(value, dict) else None
+        messages: Any = None
         if isinstance(value, dict) and "messages" in value:
+            messages = value["messages"]
             check_messages(messages, where)
             if messages[-1]["role"] == "assistant":
                 raise ConfigError(
