@@ -157,6 +157,7 @@ class _Call:
             return slot
 
         versions = [t._version for t in given]
+        self.others = [(t, t._version) for t in given if t is not self.x]  # which `run` holds as well
         with self._active(), saved_tensors_hooks(reserve, _Slot.take):
             out = self.run(self.x)
         # Slots in the graph hold this object, which would keep the unrounded input alive.
@@ -179,6 +180,11 @@ class _Call:
             raise RuntimeError(
                 f"the input of layer {self.name!r} was changed in place after the layer ran, so it cannot run "
                 "again from it; allowed: a low-bit input for this layer, or no changes in place"
+            )
+        if any(t._version != version for t, version in self.others):
+            raise RuntimeError(
+                f"an argument of layer {self.name!r}, such as a mask, was changed in place after the layer ran, so it "
+                "cannot run again from it; allowed: no changes in place before backward"
             )
         x = self.kept
         if self.codec is not None:

@@ -81,27 +81,22 @@ class Shared:
     policy: LayerAware
     looked: set[str] = field(default_factory=set)
     lost: dict[str, float] = field(default_factory=dict)
-    _codecs: dict[tuple[str, str], Codec | None] = field(default_factory=dict)
+    _codecs: dict[tuple[str, str, int], Codec | None] = field(default_factory=dict)  # and by width
 
     def codec(self, kind: str, name: str, x: Tensor | None = None) -> Codec | None:
         """The format for a layer type in the module of this name, chosen at its first input `x`; None: unchanged."""
-        if (kind, name) not in self._codecs:
-            codec = self.policy.codec(self.policy.bits_of(kind, name))
-            # Not cached: only an input shows whether there are outliers.
-            if x is None:
-                return codec
-            values = not (x.is_meta or isinstance(x, FakeTensor))
-            chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x) if values else codec
+        codec = self.policy.codec(self.policy.bits_of(kind, name))
+        # Not cached: only an input with values shows whether there are outliers.
+        if x is None or x.is_meta or isinstance(x, FakeTensor):
+            return codec
+        key = kind, name, x.shape[-1] if x.dim() else 1
+        if key not in self._codecs:
+            chosen = self._codecs[key] = self.policy.for_outliers(kind, codec, x)
             if chosen != codec:
                 log.info("%s has outliers: its input is saved as %r", name, chosen)
-            if (
-                values
-                and kind == "norm"
-                and isinstance(chosen, GroupInt)
-                and (lost := error_of_groups(x, chosen)) > LOST
-            ):
+            if kind == "norm" and isinstance(chosen, GroupInt) and (lost := error_of_groups(x, chosen)) > LOST:
                 self.lost[name] = lost
-        return self._codecs[kind, name]
+        return self._codecs[key]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

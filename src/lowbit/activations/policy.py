@@ -119,7 +119,7 @@ class WithRows(Summable):
         index_K = self._write(x, payload)
         channels, settings = x.shape[-1], (self.inner.bits, self.inner.group, self.inner.symmetric)
         layout, row = (group_int_layout(count, *settings) for count in (x.numel(), channels))
-        whole = self.inner.nearest().encode(torch.zeros(channels, device=x.device))
+        whole = self.inner.nearest().encode(torch.zeros(channels, dtype=torch.float32, device=x.device))
         for name in layout.sizes:
             part = row.section(whole, name)
             layout.section(payload, name).view(-1, len(part))[index_K] = part

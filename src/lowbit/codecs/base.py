@@ -450,7 +450,7 @@ class Summable(Codec):
         """Implement `sum` for a tensor that is not empty; formats override it to avoid a float32 copy."""
         total = out if out.dtype == torch.float32 else scratch
         if total is None:
-            total = torch.empty(out.shape, device=out.device)
+            total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         total = total.view(out.shape)
         for rank, payload in enumerate(payloads):
             self.part(rank).decode(payload, shape=out.shape, out=total, accumulate=rank > 0)

@@ -150,7 +150,10 @@ def _build(node: ast.Call, text: str, kind: type | None = None) -> Any:
         raise ValueError(f"codec is {shown(text)}; allowed: {', '.join(_class_names())} with keyword arguments")
     parameters = inspect.signature(factory).parameters
     known, any_name = list(parameters), any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    for argument in (keyword.arg or "**" for keyword in node.keywords):
+    given = [keyword.arg or "**" for keyword in node.keywords]
+    if twice := [argument for argument in given if given.count(argument) > 1]:
+        raise ValueError(f"codec is {shown(text)}: {name} has {twice[0]} twice; allowed: each argument once")
+    for argument in given:
         if argument not in known and not any_name:
             close = difflib.get_close_matches(argument, known, n=1)
             advice = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
@@ -165,7 +168,9 @@ def _value(node: ast.expr, text: str) -> object:
     if isinstance(node, ast.Call):
         return _build(node, text)
     if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
-        return getattr(torch, node.attr, None)
+        if isinstance(found := getattr(torch, node.attr, None), torch.dtype):
+            return found
+        raise ValueError(f"codec is {shown(text)}: torch has no dtype {node.attr!r}; allowed: such as torch.float16")
     try:
         return ast.literal_eval(node)
     except ValueError as error:

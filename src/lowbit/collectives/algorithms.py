@@ -212,7 +212,7 @@ def _gather(x: Tensor, codec: Summable, exchange: PayloadExchange, shards: Shard
 
 
 def _total(device: torch.device, shards: Shards) -> Tensor:
-    return torch.empty(min(shards.chunk, shards.length), device=device)
+    return torch.empty(min(shards.chunk, shards.length), dtype=torch.float32, device=device)
 
 
 def _add_up(

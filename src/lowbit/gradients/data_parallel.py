@@ -115,7 +115,7 @@ class _QuantizationErrors:
         """Return the errors of these parameters, concatenated: float32, as long as the bucket's buffer."""
         key = tuple(map(id, parameters))  # ids stay valid: the DDP module keeps its parameters alive
         if key not in self._flats:
-            flat = torch.zeros(buffer.shape, device=buffer.device)
+            flat = torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device)
             sizes = [parameter.numel() for parameter in parameters]
             for number, part in zip(key, flat[: sum(sizes)].split(sizes), strict=True):
                 if number in self._parts:

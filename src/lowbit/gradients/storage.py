@@ -475,8 +475,10 @@ class GradientStorage:
         if gradient is None:
             stored.drop()
             return
-        if isinstance(local(gradient), StoredGradient):  # backward has added to it
-            return
+        if isinstance(view := local(gradient), StoredGradient):
+            if view is stored.view and stored.held:  # backward has added to it
+                return
+            gradient = view.decode()  # of another parameter; an error if its storage holds a later one
         if gradient.requires_grad:
             raise RuntimeError(
                 f"the gradient of {stored.name!r} has a graph (create_graph=True): it cannot be stored in few bits; "

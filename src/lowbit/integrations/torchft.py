@@ -244,7 +244,7 @@ class _Feedback:
         self._calls += 1
         kept = self._kept.get(key)
         if kept is None or kept.shape != tensor.shape:
-            new = torch.zeros(tensor.shape, device=tensor.device)
+            new = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
         else:
             new = kept * (replicas / self._replicas[key])
         self._new[key] = new

@@ -77,7 +77,8 @@ class Observer:
     def __init__(self, widths: Mapping[str, int], *, ranks: int, momentum: float) -> None:
         self.ranks, self.momentum, self.count, self.before = ranks, momentum, 0, 0
         self.averages = {
-            kind: {name: torch.zeros(ranks + 1, width) for name, width in widths.items()} for kind in AVERAGES
+            kind: {name: torch.zeros(ranks + 1, width, dtype=torch.float32) for name, width in widths.items()}
+            for kind in AVERAGES
         }
         self.samples = {
             name: torch.zeros(ranks, 0, _PER_SEQUENCE, width, dtype=torch.bfloat16) for name, width in widths.items()

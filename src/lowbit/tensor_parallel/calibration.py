@@ -483,7 +483,7 @@ def curve_of(codec: FeatureInt, rows: Tensor) -> Curve:
     def error(bits: int, i: int) -> float:
         each = codec.like(bits=bits, clip=GRID[i])
         payloads = [each.part(rank).encode(part) for rank, part in enumerate(rows)]
-        total = each.sum(payloads, out=torch.empty(exact.shape))
+        total = each.sum(payloads, out=torch.empty(exact.shape, dtype=torch.float32))
         return float((total - exact).square().sum(1).mean())
 
     for bits in WIDTHS:

@@ -264,7 +264,7 @@ def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, choice: Choi
         piece = shards.piece(owner, chunk)
         if piece.start == piece.stop:
             continue
-        total = torch.empty(shards.size(owner, chunk), device=out.device) if twice else out[piece]
+        total = torch.empty(shards.size(owner, chunk), dtype=torch.float32, device=out.device) if twice else out[piece]
         codec.sum([codec.part(rank).encode(flat[piece]) for rank, flat in enumerate(flats)], out=total)
         if twice:
             whole = codec.whole()

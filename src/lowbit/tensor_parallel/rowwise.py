@@ -238,7 +238,7 @@ class LayerSum:
         if self.drift is not None:
             self.drift.attach(self.name, self.codec)
         if self.codec is not None and self.device.type == "cuda":  # its tables must be there before a graph's capture
-            row = torch.zeros(1, self.width, device=self.device)
+            row = torch.zeros(1, self.width, dtype=torch.float32, device=self.device)
             sum_in_process([row] * self.ranks, self.codec, "two_shot")
         if self.group is not None:
             self.group_name = self.group.group_name

@@ -175,7 +175,13 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
     Raises:
         ValueError: a budget that no plan fits, with the smallest that suffices; or a file that cannot be written.
     """
-    check_output(Path(settings.out) if settings.out else None)
+    if settings.out:
+        check_output(Path(settings.out))
+        if Path(settings.out).exists():
+            try:
+                LayerPlan.read(settings.out)
+            except ValueError as error:
+                raise ConfigError(f"out is {settings.out!r}, which holds no plan; allowed: a new file") from error
     layout, meter = settings.layout, StageMeter(settings)
     measured = [meter.stage(layout, stage) for stage in range(layout.stages)]
     costs = [cost for cost, _ in measured]

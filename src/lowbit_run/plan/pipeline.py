@@ -111,6 +111,11 @@ def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:
     for name in _OF_RECIPE:
         if getattr(settings, name) != PipelinePlanSettings.__dataclass_fields__[name].default:
             raise ConfigError(f"{name} is given, and recipe is {shown(settings.recipe)}; allowed: one of them")
+    if base.pipeline.data_parallel > 1:
+        raise ConfigError(
+            f"recipe is {shown(settings.recipe)}, with pipeline.data_parallel {base.pipeline.data_parallel}; "
+            "allowed: 1, since a plan is of one pipeline over all machines"
+        )
     precision = settings.precision if base.run.precision == "auto" else base.run.precision
     return replace(settings, precision=precision, **{name: getattr(base, name) for name in _OF_RECIPE})
 

@@ -313,6 +313,8 @@ def run(
         ValueError: `file` holds rows with other settings, or the command refuses its settings.
     """
     about = machine()
+    if file and file.exists() and not command.key:
+        Report.read_json(file, command=command.name)  # another file is not replaced
     rows = compare(earlier_rows(command, settings, file) if file and command.key else [], command.baselines)
     for current in command.measure(settings, rows):
         rows = compare(current, command.baselines)

@@ -116,7 +116,7 @@ def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None"
     record = read_record(line, where, _ALLOWED)
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is {record!r:.60}; allowed: {_ALLOWED}")
-    if "messages" in record and "prompt" not in record:
+    if "messages" in record and not {"prompt", "completion", "answer"} & record.keys():
         return _conversation(record, where, tokenizer)
     answers = [key for key in ("completion", "answer") if key in record]
     if "prompt" not in record or "messages" in record or len(answers) != 1:
@@ -206,6 +206,11 @@ def check_messages(messages: Any, where: str) -> None:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ConfigError(f"{where}: message {index} is {message!r:.60}; allowed: an object with role and content")
         check_characters(message, f"{where}: message {index}")
+        if message["role"] == "assistant" and message.get("weight", 1) != 1:
+            raise ConfigError(
+                f"{where}: message {index}, of the assistant, has the weight {message['weight']!r:.60}; allowed: 1, or "
+                "none: the model learns every answer"
+            )
         if message["role"] == "assistant" and not message["content"].strip():
             raise ConfigError(f"{where}: message {index}, of the assistant, is empty; allowed: {_TEXT}")
 

@@ -133,15 +133,21 @@ def load_data(data: DataConfig, *, pretrained: str = "", cache: Path | None = No
         loaded = _load_samples(data, tokenizer, data.date or date or dates.today())
         return replace(loaded, notes=(*foreign, *loaded.notes))
     are_text: list[bool] = []  # of each document
-    tokens = _tokens(_checked(capped(documents(data), data.max_bytes), are_text), tokenizer, cache)
+    sizes: list[int] = []
+    tokens = _tokens(_checked(capped(documents(data), data.max_bytes), are_text, sizes), tokenizer, cache)
     if not len(tokens):
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
     if data.held_out:
         texts = read_files(files_named(data.held_out, "data.held_out"), data.max_bytes)
-        held_out = _tokens(_checked(texts, are_text), tokenizer, cache)
+        held_out = _tokens(_checked(texts, are_text, []), tokenizer, cache)
     else:
         tokens, held_out = np.split(tokens, [held_out_start(len(tokens), data.held_out_share)])
-    notes = foreign
+    notes = [*foreign, *_about_files(data, len(held_out) > data.sequence)]
+    if data.dataset and sum(sizes) >= data.max_bytes:
+        notes.append(f"the data set was read to its first {data.max_bytes:,} bytes (data.max_bytes)")
+    left_out = sum(map(_unread, (data.text, data.held_out), ("data.text", "data.held_out"), 2 * [data.max_bytes]))
+    if left_out:
+        notes.append(f"{left_out:,} bytes of the text were not read: data.max_bytes is {data.max_bytes}")
     if not all(are_text) and not isinstance(tokenizer, ByteTokenizer):
         notes.append(
             f"{are_text.count(False)} of {len(are_text)} documents are not UTF-8, such as pictures: "
@@ -173,7 +179,7 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer, day: str) -> Data:
     else:
         start = held_out_start(len(samples), data.held_out_share)
         samples, held_out, more = samples[:start], samples[start:], 0
-    notes: list[str] = []
+    notes = [*_about_files(data, bool(held_out))]
     day = day if dated and not all(sample.plain for sample in (*samples, *held_out)) else ""
     if day:
         notes.append(f"the chat template writes today's date: in this run it is always {day} (data.date)")
@@ -211,6 +217,26 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer, day: str) -> Data:
         cause = f" ({'; '.join(too_long)})" if too_long else ""
         raise ConfigError(f"data.held_out has no sample to evaluate on{cause}; allowed: at least one")
     return loaded
+
+
+def _about_files(data: DataConfig, held_out: bool) -> Iterator[str]:
+    """Yield notes about files that are read for two purposes or not at all, and about nothing that is held out."""
+    for pattern in (*data.text, *data.held_out):
+        path = Path(pattern).expanduser()
+        if not path.exists() and "**" not in path.parts and (folders := sum(each.is_dir() for each in _found(path))):
+            yield f"{shown(pattern)} matches {folders} folders, too, whose files are not read: name the folders"
+    if data.text and data.held_out:
+        named = ({each.resolve() for each in files_named(getattr(data, k), f"data.{k}")} for k in ("text", "held_out"))
+        if both := sorted(set.intersection(*named)):
+            more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+            yield f"data.held_out has {printable(str(both[0]))}{more}, which the model is trained on as well"
+    if not held_out and data.held_out_share and not data.held_out:
+        yield f"data.held_out_share is {data.held_out_share:g}, of which nothing remains to hold out of so little text"
+
+
+def _unread(patterns: tuple[str, ...], key: str, limit: int) -> int:
+    """Return how many bytes of files lie beyond the limit."""
+    return max(0, sum(path.stat().st_size for path in files_named(patterns, key)) - limit)
 
 
 def _source(data: DataConfig) -> str:
@@ -261,9 +287,10 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _checked(documents: Iterable[bytes], are_text: list[bool]) -> Iterator[bytes]:
-    """Yield the documents, and note of each whether it is UTF-8, which may be cut short within a character."""
+def _checked(documents: Iterable[bytes], are_text: list[bool], sizes: list[int]) -> Iterator[bytes]:
+    """Yield the documents; note of each its size, and whether it is UTF-8, which may be cut short in a character."""
     for document in documents:
+        sizes.append(len(document))
         try:
             codecs.getincrementaldecoder("utf-8")().decode(document)
             are_text.append(True)
@@ -366,13 +393,21 @@ def _files_at(path: Path) -> Iterable[Path]:
         return _files_below(path)
     if path.is_file():
         return [path]
-    return (Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+    return (each for each in _found(path) if each.is_file())
+
+
+def _found(pattern: Path) -> list[Path]:
+    return [Path(each) for each in glob.glob(str(pattern), recursive=True)]
 
 
 def _files_below(root: Path) -> Iterator[Path]:
     """Yield the files of a folder and its subfolders without hidden ones (.git, .cache, ...); `root` may be hidden."""
-    for folder, subfolders, names in os.walk(root, onerror=_refuse_folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+    seen = {os.path.realpath(root)}  # links may lead around in a circle
+    for folder, subfolders, names in os.walk(root, onerror=_refuse_folder, followlinks=True):
+        kept = sorted(name for name in subfolders if not name.startswith(".") and name != "__pycache__")
+        places = {name: os.path.realpath(os.path.join(folder, name)) for name in kept}
+        subfolders[:] = [name for name in kept if places[name] not in seen]
+        seen.update(places.values())
         paths = (Path(folder, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
 

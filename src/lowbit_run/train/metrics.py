@@ -352,7 +352,7 @@ def summarize(
         bytes_sent=sum(parts.values()), parts={name: nbytes for name, nbytes in parts.items() if nbytes},
         loss=statistics.fmean(m.loss for m in history[-_LAST:]) if history else None,
         held_out_loss=losses.get("held_out_loss"), held_out_loss_codecs=losses.get("held_out_loss_codecs"),
-        tokens_per_second=config.data.batch * config.data.sequence / seconds if seconds else None,
+        tokens_per_second=statistics.median(m.tokens_per_second for m in settled) if settled else None,
         seconds_per_step=seconds, bytes_per_step=_mean(settled, "bytes_sent") or 0.0,
         bytes_activations=history[-1].bytes_activations if history else None,
         forward=config.pipeline.forward, backward=backward_formats(config.pipeline),

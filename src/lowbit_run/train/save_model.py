@@ -106,3 +106,7 @@ class SavedModel:
             target = self._folder.path / name / file
             target.parent.mkdir(parents=True, exist_ok=True)
             (part / file).replace(target)
+        # Of an earlier save in other shards, which whoever loads the model might take instead.
+        for earlier in self._folder.made() - {f"{name}/{file}" for file in files}:
+            if earlier.startswith(f"{name}/") and ".safetensors" in earlier:
+                (self._folder.path / earlier).unlink(missing_ok=True)

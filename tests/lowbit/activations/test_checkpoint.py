@@ -133,6 +133,11 @@ def test_what_cannot_run_again_is_refused():
     other += 1
     with pytest.raises(RuntimeError, match="the input of layer 'e' was changed in place"):
         out.sum().backward()
+    mask = torch.ones(2, 8)
+    out = run(Runs(lambda self, x, mask: self.linear(x * mask), linear=linear), "g", x, mask)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="an argument of layer 'g', such as a mask, was changed in place"):
+        out.sum().backward()
     with pytest.raises(ValueError, match="layer 'f' is checkpointed already"):
         checkpoint_(layer, name="f")
 

@@ -285,3 +285,31 @@ def test_an_outlier_channel_of_the_residual_stream(ratio: float):
         loss_of(model, ids)
     assert distance(ours, plain) < 0.05
     assert saved.total() < 0.3 * exact.total()
+
+
+class TwoNorms(nn.Module):
+    """A module that norms two widths itself; a token of the first one is far larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(128, 128), nn.Linear(128, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(x)
+        x = x + torch.nn.functional.layer_norm(x, (128,))
+        return torch.nn.functional.layer_norm(self.narrow(x), (96,))[..., :9].tanh().sum(-1)
+
+
+def test_norms_of_other_widths_have_formats_of_their_own():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(TwoNorms()), torch.randn(4, 64, 128)
+    x[:, 0] *= 300
+    weights = torch.randn(4, 64)
+    (model(x) * weights).sum().backward()
+    exact = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    compress_saved_(model, LayerAware())
+    (model(x) * weights).sum().backward()
+    for parameter, wanted in zip(model.parameters(), exact, strict=True):
+        assert parameter.grad is not None
+        assert (parameter.grad - wanted).norm() < 0.2 * wanted.norm()

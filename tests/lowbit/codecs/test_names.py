@@ -87,7 +87,7 @@ def test_bad_names() -> None:
         "__import__('os').system('true')": "allowed: AQSGD, BlockFloat8",
         "GroupInt(bits=open('x'))": "allowed",
         "GroupInt(bits=6+1)": "cannot read",
-        "Cast(dtype=torch.float7)": "dtype is None",
+        "Cast(dtype=torch.float7)": "torch has no dtype 'float7'",
         "": "codec is ''",
     }
     refused(*((partial(parse, text), ValueError, message) for text, message in rows.items()))
@@ -252,3 +252,10 @@ def test_wrong_settings_are_refused() -> None:
     rows = (REFUSED | features).items()
     refused(*((partial(parse_goal, text), ValueError, expected) for text, expected in REFUSED_GOALS.items()))
     refused(*((partial(eval, call, known), (TypeError, ValueError), expected) for call, expected in rows))
+
+
+def test_arguments_twice_and_dtypes_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="GroupInt has bits twice; allowed: each argument once"):
+        parse("GroupInt(bits=6, group=32, bits=3)")
+    with pytest.raises(ValueError, match="torch has no dtype 'nonsense'"):
+        parse("TAHQuant(pivot_ratio=torch.nonsense)")

@@ -484,3 +484,17 @@ def test_backward_passes_of_several_threads_lose_nothing() -> None:
     torch.autograd.grad((parameter * parts[0]).sum(), parameter)  # runs the first hook, but not the second
     (parameter * parts[0]).sum().backward()
     assert isinstance(parameter.grad, StoredGradient)
+
+
+def test_a_stored_gradient_may_be_assigned_to_another_parameter() -> None:
+    first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    one, other = GradientStorage(first), GradientStorage(second)
+    first(torch.ones(2, 64)).sum().backward()
+    second.weight.grad = first.weight.grad
+    assert other.norm() == pytest.approx(float(one.norm()), rel=0.02)
+    old = first.weight.grad
+    first.weight.grad = None
+    first(torch.zeros(2, 64)).sum().backward()
+    first.weight.grad = old
+    with pytest.raises(RuntimeError, match="is gone: the storage holds a later one or none"):
+        one.norm()

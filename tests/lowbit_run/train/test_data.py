@@ -143,7 +143,9 @@ def test_no_more_of_a_large_file_is_read_than_is_used(tmp_path: Path, kind: str)
     assert len(loaded.train) >= 2
     assert most < 64 << 20
     assert [note.split(" were not")[0] for note in loaded.notes] == (
-        [f"samples of {(1 << 28) - 4000 // len(line) * len(line)} bytes"] if kind == "jsonl" else []
+        [f"samples of {(1 << 28) - 4000 // len(line) * len(line)} bytes"]
+        if kind == "jsonl"
+        else [f"{(1 << 28) - 4000:,} bytes of the text"]
     )
 
 
@@ -169,14 +171,38 @@ def test_documents_that_are_no_text_are_counted(tmp_path: Path, folder: str):
         (tmp_path / name).write_text(content)
     (tmp_path / "3.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / "4.txt").write_text("few", encoding="utf-16")
-    values: Any = {"text": str(tmp_path / "*"), "tokenizer": folder, "batch": 1, "sequence": 4}
+    values: Any = {"text": str(tmp_path / "*.*"), "tokenizer": folder, "batch": 1, "sequence": 4}
 
     def notes(**data: Any) -> tuple[str, ...]:
         return load_data(from_mapping({"data": values | data, "pipeline": {"microbatches": 1}}).data).notes
 
     told = "2 of 4 documents are not UTF-8, such as pictures: the tokenizer replaces bytes of theirs"
     assert notes() == (told,)
-    assert notes(tokenizer="bytes") == notes(max_bytes=12 * 40 - 2) == (), "or end within a character"
+    assert notes(tokenizer="bytes") == ()
+    assert "UTF-8" not in str(notes(max_bytes=12 * 40 - 2)), "or end within a character"
+
+
+def test_what_is_not_read_or_read_twice_is_said(tmp_path: Path):
+    for name in ("a/1.txt", "a/2.txt", "b/3.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("few bits " * 10)
+    (tmp_path / "b" / "link").symlink_to(tmp_path / "a", target_is_directory=True)
+    (tmp_path / "b" / "circle").symlink_to(tmp_path / "b", target_is_directory=True)
+    sized: dict[str, Any] = {"sequence": 4, "batch": 1}
+
+    def loaded(*text: str, **more: Any) -> Any:
+        return load_data(DataConfig(text=tuple(str(tmp_path / each) for each in text), **sized | more))
+
+    assert len(loaded("b").train.tokens) + len(loaded("b").held_out.tokens) == 3 * 90, "what links lead to, and once"
+    assert loaded("b", held_out=(str(tmp_path / "c.txt"),)).notes == ()
+    [note] = loaded("a", held_out=(str(tmp_path / "a/2.txt"),)).notes
+    assert "a/2.txt, which the model is trained on as well" in note
+    [note] = loaded("*").notes
+    assert "matches 2 folders, too, whose files are not read" in note
+    [note] = loaded("a", max_bytes=100).notes
+    assert note == "80 bytes of the text were not read: data.max_bytes is 100"
+    [note] = loaded("c.txt", held_out_share=0.01).notes
+    assert note.startswith("data.held_out_share is 0.01, of which nothing remains to hold out")
 
 
 @pytest.mark.parametrize(

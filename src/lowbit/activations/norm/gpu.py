@@ -83,7 +83,9 @@ def backward(
     blocks, warps, shape = _shape(rows, channels, group)
     programs = min(blocks, PROGRAMS)
     wanted = grad_weight is not None, grad_bias is not None
-    sums = [torch.empty(programs if want else 1, channels, device=grad_x.device) for want in wanted]
+    sums = [
+        torch.empty(programs if want else 1, channels, dtype=torch.float32, device=grad_x.device) for want in wanted
+    ]
     launch(
         _backward, programs, warps, shape, grad_out, x, payload, grad_out if weight is None else weight,
         grad_x, *sums, rows, channels, blocks, *starts(layout, "mids", "codes"), eps, offset,
@@ -113,7 +115,7 @@ def _source(payload: Tensor, like: Tensor, bits: int, group: int) -> tuple[Tenso
     """The tensor from which rows are read, the mode of reading, and the group by which they are cut."""
     if _is_whole(like, group):
         return like, DECODE, group
-    x = torch.empty(like.shape, device=like.device)
+    x = torch.empty(like.shape, dtype=torch.float32, device=like.device)
     group_int.decode(payload, x.view(-1), bits, group, False, False)
     return x, PLAIN, ANY_GROUP
 

@@ -72,7 +72,7 @@ class AQSGDSession(Session):
             codec, last = self._codec_of(sample), self._memory.get(sample)
             parts.append(codec.encode(row if last is None else row.float() - last))
             if training:
-                self._memory[sample] = self._moved(sample, parts[-1])
+                self._keep(sample, self._moved(sample, parts[-1]))
         torch.cat(parts, out=payload)
 
     def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
@@ -81,7 +81,7 @@ class AQSGDSession(Session):
             moved = self._moved(sample, part)
             row.copy_(moved)
             if training:
-                self._memory[sample] = moved
+                self._keep(sample, moved)
 
     def state_bytes(self) -> int:
         return sum(m.numel() * m.element_size() for m in self._memory.values())
@@ -112,6 +112,13 @@ class AQSGDSession(Session):
 
     def _codec_of(self, sample: int) -> Codec:
         return self.codec.inner if sample in self._memory else self._first
+
+    def _keep(self, sample: int, moved: Tensor) -> None:
+        """Remember a reconstruction; one with NaN or Inf would spoil all later ones: the sample begins anew."""
+        if moved.isfinite().all():
+            self._memory[sample] = moved
+        else:
+            self._memory.pop(sample, None)
 
     def _moved(self, sample: int, payload: Tensor) -> Tensor:
         """The receiver's reconstruction of a sample after this message."""

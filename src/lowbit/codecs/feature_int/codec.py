@@ -155,7 +155,7 @@ class FeatureInt(Summable):
         size = parts[0].shape[-1]
         rows_RNE = torch.stack([part.detach().float().reshape(-1, size) for part in parts])
         rows_RNE = torch.cat([rows_RNE, rows_RNE.sum(0, keepdim=True)])
-        mean_RE = rows_RNE.mean(1) if means else torch.zeros(len(rows_RNE), size)
+        mean_RE = rows_RNE.mean(1) if means else torch.zeros(len(rows_RNE), size, dtype=torch.float32)
         ranges_RE = (rows_RNE - mean_RE[:, None]).abs().amax(1)
         ranges_RE = torch.where(ranges_RE == 0, rows_RNE.abs().amax(1), ranges_RE)
         count = size // 64 if outliers is None else outliers

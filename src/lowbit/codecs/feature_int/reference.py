@@ -123,7 +123,7 @@ def _decoded(
     else:
         gain_N = layout.section(payload, "gains", torch.bfloat16).float()
     y_NM = (codes_NM.float() - center_of(bits, not gain)) * gain_N[:, None] * scale[rest]
-    y_NE = torch.empty(shape, device=payload.device)
+    y_NE = torch.empty(shape, dtype=torch.float32, device=payload.device)
     y_NE[:, rest] = y_NM
     y_NE[:, chosen] = layout.section(payload, "features", torch.bfloat16).view(rows, -1).float()
     return y_NE

@@ -90,7 +90,7 @@ def decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool,
 
 def decoded(payload: Tensor, shape: torch.Size, bits: int, group: int) -> Tensor:
     """Decode an asymmetric payload to float32, for operators that have one as input."""
-    x = torch.empty(shape, device=payload.device)
+    x = torch.empty(shape, dtype=torch.float32, device=payload.device)
     implementation(decode, payload.device)(payload, x.view(-1), bits, group, False, False)
     return x
 

@@ -99,7 +99,7 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
 
     def notes(rows: int, scopes: int) -> tuple[Tensor, ...]:
         """Allocate half ranges and middles (float16: ranges and minima), keys and flags for tokens and scopes."""
-        tiles = torch.empty(2, rows * geo.tiles)
+        tiles = torch.empty(2, rows * geo.tiles, dtype=torch.float32)
         keys = torch.empty(scopes * geo.per_scope, dtype=torch.int32)
         return *tiles, keys, torch.zeros(scopes * geo.flag_bytes * 8, dtype=torch.uint8)
 

@@ -26,6 +26,10 @@ FOLDER = "checkpoints"
 NO_CHECKPOINT = (
     "run.resume is true; {} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin without one"
 )
+FINISHED = (
+    "run.output {} holds a run that has ended (summary.json) and no checkpoint to go on from; allowed: another folder, "
+    "or run.overwrite=true (--overwrite), without run.resume, to delete it"
+)
 
 _STEP, _RANK, _STAGED = (re.compile(text) for text in (r"step-(\d{8,})", r"rank-(\d+)", r"\.rank-(\d+)"))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowbit import escape
 from lowbit.codecs import StatefulCodec, parse
 from lowbit.wire.messages import Messages, gather_json
-from lowbit_run.train.checkpoints.manifest import NO_CHECKPOINT, TENSORS, Manifest, step_name
+from lowbit_run.train.checkpoints.manifest import FINISHED, NO_CHECKPOINT, TENSORS, Manifest, step_name
 from lowbit_run.train.checkpoints.save import DTYPES, Checkpoints, raise_everywhere, together
 from lowbit_run.train.checkpoints.search import SavedStep, Search
 from lowbit_run.train.checkpoints.state import ANCHOR, FOLLOWED, End, aliases_of, ends_of, parameters_of, restore
@@ -62,7 +62,9 @@ def resume(
     rank, folder = checkpoints.rank, checkpoints.folder
     saved = Search(folder, group).newest()
     if saved is None:
-        raise_everywhere(NO_CHECKPOINT.format(folder) if run.resume is True else "", group)
+        finished = rank == 0 and (folder.parent / "summary.json").exists()
+        problem = NO_CHECKPOINT.format(folder) if run.resume is True else FINISHED.format(folder.parent) * finished
+        raise_everywhere(problem, group)
         if rank == 0:
             log.warning("no checkpoint in %s: starting with step 0", folder)
         return 0, []

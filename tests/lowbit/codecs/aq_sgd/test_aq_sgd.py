@@ -82,6 +82,9 @@ def test_nan_reaches_the_other_side() -> None:
     y = crossed(pair, x, (0, 1))
     assert y[1, 2, 5].isnan()
     assert y[0].isfinite().all()
+    again = crossed(pair, torch.ones(SHAPE), (0, 1))
+    assert torch.equal(again[1], torch.ones(SHAPE[1:])), "the sample begins anew, at both ends"
+    assert pair[0].state_dict().keys() == pair[1].state_dict().keys() == {"0", "1"}
 
 
 def test_bad_input() -> None:
