@@ -66,6 +66,11 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert plan.made_for["pipeline.ranks"] == 2
     with pytest.raises(ValueError, match="cannot be written: it is a folder"):
         run(COMMAND, tiny(out=str(tmp_path)))
+    for name, given in {"out": {"out": str(file)}, "file": {}}.items():
+        file.write_text("{}")
+        with pytest.raises(ValueError, match="holds no plan; allowed: a new file" if name == "out" else "rows.json"):
+            execute(COMMAND, tiny(**given), json=None if name == "out" else file)
+        assert file.read_text() == "{}", "what is not lowbit's stays"
 
 
 def test_each_layer_is_planned_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

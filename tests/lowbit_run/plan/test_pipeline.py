@@ -274,6 +274,9 @@ def test_a_recipe_says_what_is_planned(command: Callable[..., Any], tmp_path: Pa
     assert (planned.pipeline.warmup_steps, planned.pipeline.forward) == (3, ("int4",))
     both = command(f"{words} --model.layers 4", code=2)
     assert both == "error: model is given, and recipe is 'recipe.toml'; allowed: one of them\n"
+    Path("recipe.toml").write_text(to_toml(tiny(tmp_path, model={"layers": 6}, pipeline={"data_parallel": 2})))
+    two = command("--recipe recipe.toml", code=2)
+    assert two.startswith("error: recipe is 'recipe.toml', with pipeline.data_parallel 2; allowed: 1, since")
 
 
 def test_a_hugging_face_folder_and_one_machine_are_enough(command: Callable[..., Any]):

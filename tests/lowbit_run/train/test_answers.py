@@ -200,6 +200,11 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
         (talk(("user\udc00", "u"), ("assistant", "A")), ".* message 1 has half an emoji"),
         (talk(SAID, ("assistant", "A")) | {"tools": [{"name": "\ud83d"}]}, ".* tools has half an emoji"),
         (talk(("judge", "T"), ("assistant", "A")), ".* refuses the messages: unknown role judge"),
+        (talk(SAID, ("assistant", "A")) | {"completion": "B"}, "has the fields messages, completion; allowed: "),
+        (
+            {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "A", "weight": 0}]},
+            ".* message 2, of the assistant, has the weight 0; allowed: 1, or none",
+        ),
         (talk(("judge\x1b", "T"), ("assistant", "A")), r".* refuses the messages: unknown role judge.x1b"),
     ]
     where = f"^{path} line 2:? ?"

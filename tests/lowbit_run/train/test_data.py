@@ -185,7 +185,7 @@ def test_documents_that_are_no_text_are_counted(tmp_path: Path, folder: str):
 def test_what_is_not_read_or_read_twice_is_said(tmp_path: Path):
     for name in ("a/1.txt", "a/2.txt", "b/3.txt", "c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("few bits " * 10)
+        (tmp_path / name).write_text("few bits " * 40)
     (tmp_path / "b" / "link").symlink_to(tmp_path / "a", target_is_directory=True)
     (tmp_path / "b" / "circle").symlink_to(tmp_path / "b", target_is_directory=True)
     sized: dict[str, Any] = {"sequence": 4, "batch": 1}
@@ -193,14 +193,14 @@ def test_what_is_not_read_or_read_twice_is_said(tmp_path: Path):
     def loaded(*text: str, **more: Any) -> Any:
         return load_data(DataConfig(text=tuple(str(tmp_path / each) for each in text), **sized | more))
 
-    assert len(loaded("b").train.tokens) + len(loaded("b").held_out.tokens) == 3 * 90, "what links lead to, and once"
+    assert len(loaded("b").train.tokens) + len(loaded("b").held_out.tokens) == 3 * 360, "what links lead to, and once"
     assert loaded("b", held_out=(str(tmp_path / "c.txt"),)).notes == ()
     [note] = loaded("a", held_out=(str(tmp_path / "a/2.txt"),)).notes
     assert "a/2.txt, which the model is trained on as well" in note
     [note] = loaded("*").notes
     assert "matches 2 folders, too, whose files are not read" in note
     [note] = loaded("a", max_bytes=100).notes
-    assert note == "80 bytes of the text were not read: data.max_bytes is 100"
+    assert note == "620 bytes of the text were not read: data.max_bytes is 100"
     [note] = loaded("c.txt", held_out_share=0.01).notes
     assert note.startswith("data.held_out_share is 0.01, of which nothing remains to hold out")
 

@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowbit_run.train import ConfigError, StepMetrics, TrainConfig, launch, loop, run, train
+from lowbit_run.train import ConfigError, StepMetrics, TrainConfig, export, launch, loop, run, train
 from lowbit_run.train.checkpoints import resume
 from lowbit_run.train.checkpoints.manifest import newest_step
+from lowbit_run.train.checkpoints.save import CheckpointError
 from lowbit_run.train.checkpoints.search import Search
 from lowbit_run.train.metrics import read_summary
 from tests.lowbit_run.train.checkpoints.test_save import save
@@ -272,6 +273,32 @@ def test_a_resume_without_a_checkpoint_is_an_error_unless_it_is_auto(
     beginning = again(config, pipeline=ONE, run={"resume": "auto"})
     assert train(beginning).steps_here == 1
     assert f"no checkpoint in {tmp_path}/run/checkpoints: starting with step 0" in caplog.text
+
+
+def test_a_run_that_has_ended_is_not_begun_again_by_resume_auto(tmp_path: Path):
+    """Without checkpoints, its metrics and its model would be lost."""
+    config = tiny(tmp_path, pipeline=ONE, run={"steps": 2, "checkpoint_every": 0, "save_model": True})
+    train(config)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(CheckpointError, match=r"run holds a run that has ended \(summary.json\) and no checkpoint"):
+        train(again(config, run={"resume": "auto", "steps": 4, "overwrite": False}))
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_the_summary_and_the_model_are_those_of_the_steps_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny(tmp_path, pipeline=ONE, run={"steps": 2, "checkpoint_every": 2, "save_model": True})
+    train(config)
+    model = tmp_path / "run" / "model"
+    assert (model / "model.safetensors").exists()
+    (model / "mine.safetensors").write_text("of the user")
+    goes_on = again(config, run=RESUME | {"steps": 6, "allow_change": ["run.steps"]})
+    part(goes_on, 4)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    train(goes_on)
+    assert len([*model.glob("model-*.safetensors")]) > 1
+    assert not (model / "model.safetensors").exists(), "whoever loads the model would take it"
+    assert (model / "mine.safetensors").exists()
 
 
 def test_a_broken_newest_step_costs_no_more_than_itself(tmp_path: Path):
