@@ -125,6 +125,13 @@ class SumSettings:
             check_int("small", self.small, 0, 1 << 60)
         check_checksums(self.checksums)
         check_timeout(self.timeout)
+        if isinstance(self.small, Thresholds) and self.algorithm != "auto":
+            measured_for = {name for steps in self.small.steps.values() for _, name in steps} - {"plain"}
+            if others := measured_for - {self.algorithm}:
+                raise ValueError(
+                    f"algorithm is {self.algorithm!r} and small has thresholds for {', '.join(sorted(others))}; "
+                    "allowed: 'auto', or thresholds that were measured for this algorithm"
+                )
 
     def choice(self, partial: Tensor, ranks: int, codec: Codec | None) -> Choice:
         """Return how a sum over `ranks` ranks travels."""

@@ -93,6 +93,8 @@ def test_thresholds_decide_by_rows(caplog: pytest.LogCaptureFixture):
     assert taken == ["plain", "plain", "one_shot", "one_shot", "two_shot", "two_shot"]
     codec = calibrated().codec("layers.0.attn.o")
     assert kind_of(WIDTH, torch.float32, codec) == KIND
+    with pytest.raises(ValueError, match="algorithm is 'two_shot' and small has thresholds for one_shot; allowed"):
+        SumSettings(algorithm="two_shot", small=loaded)
     settings = SumSettings(small=loaded)
     assert settings.choice(torch.ones(2, 4, WIDTH), 2, codec) == "one_shot"
     for _ in range(2):
