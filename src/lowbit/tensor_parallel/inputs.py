@@ -156,6 +156,7 @@ class InputGather:
         self.slices = Slices(codec=self.codec, width=self.layer.in_features, world=self.sums.ranks)
         self.sums.inputs = self.slices
         self.number = register(self)
+        self._gathered = self._state()
 
     def linear(self, x: Tensor, weight: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the layer's output without bias, of x (..., E / W), weight (F, E / W) and whole (F, E)."""
@@ -164,6 +165,11 @@ class InputGather:
             partial = F.linear(x, weight)
             sums.reduce_(partial, group)
             return partial
+        if self._state() != self._gathered:
+            raise RuntimeError(
+                f"the weight of {sums.name} was changed after all ranks had gathered it to send inputs; allowed: "
+                "remove() before the change and low_bit_ after it, or a calibration with inputs None"
+            )
         full = self._placed(x, group.rank())
         sums.traffic.take(full, sums.ranks, self.slices, "one_shot")
         sum_over_ranks(full, self.slices, group, "one_shot", sums.settings)
@@ -183,6 +189,12 @@ class InputGather:
         if sums.watch is not None:
             sums.watch(sums.name, list(map(F.linear, parts, columns)), total)
         return total
+
+    def _state(self) -> tuple[int, ...]:
+        """Return what a change of this rank's part of the weight changes; of a DTensor, it counts at either tensor."""
+        weight = self.layer.weight
+        parts = [weight, weight.to_local()] if isinstance(weight, DTensor) else [weight]
+        return parts[-1].data_ptr(), *(0 if part.is_inference() else part._version for part in parts)
 
     def _stays(self, x: Tensor) -> bool:
         partial = torch.empty((*x.shape[:-1], self.sums.width), dtype=x.dtype, device="meta")

@@ -223,3 +223,18 @@ def test_pytorch_styles() -> None:
             parallelize_module(module, mesh, style)
     with pytest.raises(ValueError, match="output_layouts"):
         LowBitRowwiseParallel(codec, output_layouts=Shard(1))
+
+
+@on_ranks
+def test_weights_that_change_after_they_were_gathered_are_noticed():
+    """Layers that send inputs compute with whole weights, of which each rank has a copy."""
+    model = tensor_parallel_(Toy())
+    calibration = calibrate(model, sequences(), bits=BUDGET)
+    name = next(iter(calibration.inputs))
+    with low_bit_(model, calibration, settings=ONE), torch.no_grad():
+        logits(model, ids())
+        cast(nn.Linear, model.get_submodule(name)).weight.mul_(2)
+        with pytest.raises(RuntimeError, match=f"the weight of {name} was changed after all ranks had gathered it"):
+            logits(model, ids())
+    with low_bit_(model, calibration, settings=ONE):
+        logits(model, ids())
