@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.escape import printable
 from lowbit_run.config import ConfigError
 from lowbit_run.train.checkpoints.manifest import (
     FOLDER,
@@ -24,7 +25,7 @@ from lowbit_run.train.checkpoints.save import DTYPES, header_of, verify_share, w
 from lowbit_run.train.config import TrainConfig, from_mapping
 from lowbit_run.train.cut import Share, class_for, layer_count
 from lowbit_run.train.export import Export, export_dtype
-from lowbit_run.train.identity import pretrained_digest
+from lowbit_run.train.identity import pretrained_digest, tokenizer_digest
 from lowbit_run.train.model import StageModule, hugging_face_config, save_adapter_config, save_companions, save_config
 from lowbit_run.train.pretrained import read_json, tokenizer_for
 from lowbit_run.train.weights import share_loader
@@ -49,17 +50,28 @@ def export(checkpoint: Path, output: Path | None = None) -> Path:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"output is {str(target)!r}, which exists; allowed: an empty folder, or a new one")
     weights, config = _Weights(step), _settings(run)
-    if weights.first.identity.get("model.pretrained") != pretrained_digest(config.model.pretrained):
+    trained = weights.first.identity
+    if trained.get("model.pretrained") != pretrained_digest(config.model.pretrained):
         raise ConfigError(
             f"model.pretrained of {run / 'config.json'} is {config.model.pretrained!r}, which is not the model that "
             f"checkpoint {step} was trained from; allowed: the same files"
         )
+    tokenizer = tokenizer_for(config.data.tokenizer, config.model.pretrained)
+    # A resume that changed them may have ended before its first checkpoint.
+    now = {"lora.rank": config.lora.rank, "data.tokenizer": tokenizer_digest(tokenizer)}
+    now |= {"lora.alpha": config.lora.alpha} if config.lora.rank else {}
+    for key, value in now.items():
+        if key in trained and trained[key] != value:
+            raise ConfigError(
+                f"{key} of {run / 'config.json'} is {value!r}, and was {printable(str(trained[key]))!r} for checkpoint "
+                f"{step}; allowed: the same"
+            )
     part = target.with_name(f".{target.name}.lowbit-part")
     shutil.rmtree(part, ignore_errors=True)  # of an attempt that was ended
     part.mkdir(parents=True)
     try:
         (_write_adapters if config.lora.rank else _write_model)(part, config, weights)
-        tokenizer_for(config.data.tokenizer, config.model.pretrained).hugging_face().save_pretrained(part)
+        tokenizer.hugging_face().save_pretrained(part)
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             target.rmdir()

@@ -21,7 +21,7 @@ from lowbit_run.train.config import FULL_PRECISION, TrainConfig
 from lowbit_run.train.data import Data, Windows
 from lowbit_run.train.layout import PipelineLayout
 from lowbit_run.train.model import architecture, targets_of
-from lowbit_run.train.pretrained import ByteTokenizer, definition
+from lowbit_run.train.pretrained import ByteTokenizer, Tokenizer, definition
 from lowbit_run.train.tied import tied_codec
 
 FIXED = (
@@ -85,7 +85,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "data.text": _digest(data.train, *([] if config.data.held_out else [data.held_out])),
         "data.held_out": _digest(data.held_out) if config.data.held_out else "",
         "data.held_out_share": config.data.held_out_share,
-        "data.tokenizer": _tokenizer(data),
+        "data.tokenizer": tokenizer_digest(data.tokenizer),
         "data.sequence": config.data.sequence,
         "data.batch": config.data.batch,
         "pipeline.microbatches": pipeline.microbatches,
@@ -224,10 +224,11 @@ def _digest(*parts: Windows | Answers) -> str:
     return f"{sum(sizes)} {unit} with digest {digest.hexdigest()[:16]}"
 
 
-def _tokenizer(data: Data) -> str:
-    if isinstance(data.tokenizer, ByteTokenizer):
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Return a digest of a tokenizer's definition."""
+    if isinstance(tokenizer, ByteTokenizer):
         return "bytes"
-    return hashlib.sha256(definition(data.tokenizer.hugging_face()).encode()).hexdigest()[:16]
+    return hashlib.sha256(definition(tokenizer.hugging_face()).encode()).hexdigest()[:16]
 
 
 def _once(formats: tuple[str, ...]) -> list[str]:

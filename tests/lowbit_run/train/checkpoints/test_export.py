@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowbit_run.train import TrainConfig, train
+from lowbit_run.train.pretrained import ByteTokenizer
 from tests.command_line import invoke
 from tests.lowbit_run.train.runs import LIMIT, ONE, base, tiny
 from tests.processes import Ranks
@@ -60,7 +61,13 @@ def test_it_is_the_model_that_the_run_saves(ranks: Ranks, tmp_path: Path, kind: 
     (weights,) = saved.glob("*.safetensors")
     assert load_file(tmp_path / "earlier" / weights.name).keys() == load_file(weights).keys()
     assert (tmp_path / "earlier" / weights.name).read_bytes() != weights.read_bytes()
-    if kind != "adapters":
+    if kind == "adapters":
+        changed = json.loads((run / "config.json").read_text())
+        changed["lora"]["alpha"] = 32.0
+        (run / "config.json").write_text(json.dumps(changed))
+        result = invoke("export", str(run / "checkpoints" / "step-00000001"), "--output", str(tmp_path / "other"))
+        assert f"lora.alpha of {run / 'config.json'} is 32.0, and was '16.0' for checkpoint" in result.stderr
+    else:
         AutoModelForCausalLM.from_pretrained(made)
     assert AutoTokenizer.from_pretrained(made)("a")["input_ids"]
 
@@ -81,6 +88,12 @@ def test_what_cannot_be_a_model_is_one_line(ranks: Ranks, tmp_path: Path):
     kept = (run / "config.json").read_text()
     (run / "config.json").write_text(json.dumps(json.loads(kept) | {"model": {"pretrained": base(tmp_path)}}))
     assert "which is not the model that checkpoint" in refused(step)
+    ByteTokenizer().hugging_face().save_pretrained(tmp_path / "own")
+    changed = json.loads(kept)
+    changed["data"]["tokenizer"] = str(tmp_path / "own")
+    (run / "config.json").write_text(json.dumps(changed))
+    assert "config.json is '" in (text := refused(step))
+    assert "and was 'bytes' for checkpoint" in text
     (run / "config.json").unlink()
     assert "config.json, the settings of the run, cannot be used: No such file" in refused(step)
     (run / "config.json").write_text(kept)
