@@ -123,11 +123,10 @@ format: $(VENV)/.installed-dev ## Rewrite the files in the project's style
 clean: ## Remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) .venv-torch $(ENGINES) $(VLLM) .pytest_cache .ruff_cache .hypothesis build dist site
 
-# One stamp for each set of extras: packages are installed again when the project's requirements change. Python compiles
-# a file when it is first imported: compiling all 18,000 at installation takes half a minute.
+# One stamp for each set of extras: packages are installed again when the project's requirements change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing lowbit[$*] into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$*]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
 # PyTorch brings the Triton and the setuptools that it wants.
