@@ -35,8 +35,8 @@ class GenerateSettings:
     tokens: NonNegative = 0
     """Most tokens of an answer. 0: `max_new_tokens` of the folder's `generation_config.json`, or 256."""
     sample: bool = False
-    """Draw tokens as the folder's `generation_config.json` says. Otherwise each token is the likeliest one, after what
-    the file has against repetitions."""
+    """Draw tokens as the folder's `generation_config.json` says. Otherwise each token is the likeliest one, after the
+    penalties on repetition that the file sets."""
     seed: NonNegative = 0
     """Seed of the draws."""
     batch: Positive = 8

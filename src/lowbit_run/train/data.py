@@ -145,8 +145,7 @@ def load_data(data: DataConfig, *, pretrained: str = "", cache: Path | None = No
     notes = [*foreign, *_about_files(data, len(held_out) > data.sequence)]
     if data.dataset and sum(sizes) >= data.max_bytes:
         notes.append(f"the data set was read to its first {data.max_bytes:,} bytes (data.max_bytes)")
-    left_out = sum(map(_unread, (data.text, data.held_out), ("data.text", "data.held_out"), 2 * [data.max_bytes]))
-    if left_out:
+    if left_out := sum(_unread(getattr(data, key), f"data.{key}", data.max_bytes) for key in ("text", "held_out")):
         notes.append(f"{left_out:,} bytes of the text were not read: data.max_bytes is {data.max_bytes}")
     if not all(are_text) and not isinstance(tokenizer, ByteTokenizer):
         notes.append(

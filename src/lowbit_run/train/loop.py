@@ -305,7 +305,7 @@ class Saves:
             data = replace(config.data, date=members.prepared.data.date or config.data.date)
             written = replace(config, pipeline=in_full(config.pipeline), data=data).to_json()
             files.write(folder.path / "config.json", written + "\n")
-            if self.start < run.steps:  # that of a run that goes on now
+            if self.start < run.steps:  # it describes an earlier end of this run
                 (folder.path / "summary.json").unlink(missing_ok=True)
         self._newest, self._saved_at = self.start, time.monotonic()
 

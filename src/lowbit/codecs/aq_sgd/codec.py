@@ -24,8 +24,9 @@ class AQSGD(StatefulCodec):
 
     Bytes of a message: for each sample (entry of the first dimension), 4 or 2 per element at its first visit, later
     those of the inner codec. `nbytes` is for a message whose samples have all been seen; a session knows the actual
-    size. If the inner codec takes more than 4 or 2, every visit is like the first, and nothing is kept. A message
-    needs its samples' ids (`Session.samples`), so this codec works only through sessions (`open`).
+    size. If the inner codec takes more than 4 or 2, every visit is like the first, and nothing is kept. After a visit
+    with NaN or Inf the next one is a first visit. A message needs its samples' ids (`Session.samples`), so this codec
+    works only through sessions (`open`).
 
     Args:
         inner: codec of the differences.
