@@ -15,7 +15,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payload, check_written, readable
+from lowbit.codecs.checks import (
+    check_dtype,
+    check_float,
+    check_int,
+    check_out,
+    check_payload,
+    check_written,
+    readable,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +242,8 @@ class Session:
 
         Raises:
             TypeError: `out` is not a tensor of float32, bfloat16 or float16.
-            ValueError: a payload of another length, dtype or device, or that is not the sender's next message, or an
-                `out` of another shape or device.
+            ValueError: a payload of another length, dtype or device, or an `out` of another shape or device; with
+                formats that number their messages, one that is not the sender's next.
         """
         check_payload("payload", payload, self.nbytes(), payload.device)
         if out is None:
@@ -418,7 +426,7 @@ class Summable(Codec):
         Args:
             payloads: of rank 0, 1, ..., each made by its `part(rank).encode`; taken one after the other.
             out: tensor to overwrite: float32, bfloat16 or float16, contiguous; its shape is that of what was coded.
-            divisor: what the sum is divided by.
+            divisor: what the sum is divided by, at least 1.
             scratch: float32, contiguous, as many elements as `out`: partial sums may go there; allocated if omitted.
 
         Returns:
@@ -426,9 +434,10 @@ class Summable(Codec):
 
         Raises:
             TypeError: a dtype of `out` that is not allowed.
-            ValueError: an `out` or `scratch` that is not contiguous, another `scratch`, or payloads of another number
-                or length.
+            ValueError: an `out` or `scratch` that is not contiguous, another `scratch` or `divisor`, or payloads of
+                another number or length.
         """
+        check_int("divisor", divisor, 1, 1 << 30)
         check_float("out", out)
         check_written("out", out)
         if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
@@ -451,9 +460,12 @@ class Summable(Codec):
         total = out if out.dtype == torch.float32 else scratch
         if total is None:
             total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        total = total.view(out.shape)
+        total, count = total.view(out.shape), 0
         for rank, payload in enumerate(payloads):
             self.part(rank).decode(payload, shape=out.shape, out=total, accumulate=rank > 0)
+            count += 1
+        if count != (self.ranks or max(count, 1)):
+            raise ValueError(f"payloads are {count}; allowed: {self.ranks or 'at least 1'}, one for each rank")
         if divisor > 1:
             total.div_(total.new_full((), divisor))  # CUDA multiplies by the inverse of a number
         if total is not out:

@@ -21,7 +21,8 @@ def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise unless `value` is one of `allowed`."""
-    if value not in allowed:
+    # 1 equals True, but formats that are equal must have the same text.
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
         raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
 
 
@@ -141,4 +142,4 @@ def draw_seed(rounding: str, device: torch.device) -> int | None:
             "rounding is 'stochastic', and a CUDA graph is being captured: its replays would all round alike; "
             "allowed there: 'nearest'"
         )
-    return int(torch.randint(2**31, ()))
+    return int(torch.randint(2**31, (), device="cpu"))

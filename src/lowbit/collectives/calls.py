@@ -101,12 +101,15 @@ class Pending:
     def __init__(self, job: _Job) -> None:
         self._future, self._device = job.future, job.call.device
         self._event, self._stream = job.event, job.stream
+        # On CUDA, the call's packed copies must stay until the work that reads them has been waited for.
+        self._call: CollectiveCall | None = job.call
 
     def wait(self) -> None:
         """Wait for the result (on CUDA: make the current stream wait for it); raises the errors of the call."""
         self._future.result()
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._call = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -146,6 +149,9 @@ class CallQueue:
                 job.event = torch.cuda.Event()
                 job.event.record(torch.cuda.current_stream(call.device))
             self._calls += 1
+            if self._failure is not None:  # the thread may still wait for what will not come
+                job.future.set_exception(self._failure)
+                return Pending(job)
             self.jobs.put(job)
             if self not in _busy:
                 _busy.add(self)
@@ -184,7 +190,12 @@ class CallQueue:
         try:
             if self._failure is not None:
                 raise self._failure
-            exchange = self._exchange(job)
+            try:
+                exchange = self._exchange(job)
+            except AgreementError as error:
+                # Another rank may be inside a call that it knew, which it can only leave by an error that lasts.
+                self._failure = error
+                raise
             # Use the caller's inference mode: only in it may the caller's tensors be written to.
             with torch.inference_mode(job.inference), torch.no_grad(), _on_stream(job):
                 try:
@@ -213,7 +224,7 @@ class CallQueue:
         about = f"{call.facts['collective']}, call {job.number}"
         marks = Marks(Checksums(topic, enabled=call.checksums), about, names)
         if not call.as_messages:
-            return CollectiveExchange(call.group, call.device, self.scratch, marks)
+            return CollectiveExchange(call.group, call.device, self.scratch, marks, call.timeout)
         digest = hashlib.sha256((kind + call.layer).encode()).hexdigest()
         job.board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
         return MessageExchange(call.group, call.device, self.scratch, marks, job.board, int(digest[:8], 16))

@@ -196,8 +196,11 @@ class MessageExchange(PayloadExchange):
 class CollectiveExchange(PayloadExchange):
     """Runs one of PyTorch's collectives for each lane, on any backend; checksums stay on the device until `finish`."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks, timeout: float
+    ) -> None:
         super().__init__(group, device, scratch, marks)
+        self._timeout = timeout
         self._verdicts = Verdicts()
         self._taken: set[tuple[int, int]] = set()
 
@@ -222,8 +225,7 @@ class CollectiveExchange(PayloadExchange):
 
     def take(self, lane: int, source: int) -> Tensor:
         buffers = self._lanes[lane]
-        if (work := buffers.arriving.pop(self.rank, None)) is not None:
-            work.wait()
+        self._arrive(buffers)
         row, size = buffers.incoming[source], buffers.sizes_in[source]
         if size and self._checksums.enabled and (lane, source) not in self._taken:
             self._taken.add((lane, source))
@@ -234,8 +236,15 @@ class CollectiveExchange(PayloadExchange):
 
     def damaged(self) -> Tensor | None:
         """Whether a payload that was taken is damaged: bool () on the device, None if unknown. Replaces `finish`."""
+        self._arrive(*self._lanes.values())
         return self._verdicts.combined()
 
     def finish(self) -> None:
-        """Raise if a payload was damaged. Once all payloads have been taken, the sends have finished, too."""
+        self._arrive(*self._lanes.values())
         self._verdicts.settle()
+
+    def _arrive(self, *lanes: _LaneBuffers) -> None:
+        """Wait for the collectives of lanes, even if nobody takes from them: they write to memory of this call."""
+        for buffers in lanes:
+            if (work := buffers.arriving.pop(self.rank, None)) is not None:
+                pytorch.wait_within(work, self._group, self._timeout, self._device)

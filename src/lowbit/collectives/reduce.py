@@ -191,10 +191,11 @@ def all_reduce(
     Raises:
         TypeError: a codec that cannot be summed, or a tensor of another dtype, layout or class, such as a DTensor.
         ValueError: another argument that is not allowed. The group can be used after these two.
-        AgreementError: the ranks do not make the same call; the same text on all of them.
+        AgreementError: the ranks do not make the same call; the same text on all of them. The group cannot be used any
+            more.
         DamagedError: a payload did not arrive as it was sent.
         PeerError: a rank ended or does not answer. The group cannot be used any more. With the transport "collectives"
-            it is PyTorch's own RuntimeError, which does not name the rank.
+            the error does not name the rank, and outside Gloo it is PyTorch's own, after the time limit of the group.
     """
     group = unwrapped_group(group)
     ranks = group.size()
@@ -220,7 +221,7 @@ def all_reduce(
         else:
             if ranks > 1 and flat.numel():
                 total = flat.float()
-                pytorch.wait_within(pytorch.all_reduce_sum(total, group), group, timeout)
+                pytorch.wait_within(pytorch.all_reduce_sum(total, group), group, timeout, total.device)
                 flat.copy_(total.div_(divisor) if divisor > 1 else total)
             if rest is not None:
                 rest.zero_()
@@ -314,7 +315,7 @@ def reduce_scatter(
     With one rank the input is copied.
 
     Args:
-        output: n elements, any float dtype; no two in the same memory.
+        output: n elements, float32, bfloat16 or float16; no two in the same memory.
         input: W n elements of the dtype that the codec reads.
         codec, group, op, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
 
@@ -349,7 +350,7 @@ def all_gather(
     and 8 for each message's checksum. A rank's own input goes through the codec, too. With one rank it is copied.
 
     Args:
-        output: W n elements, any float dtype; no two in the same memory.
+        output: W n elements, float32, bfloat16 or float16; no two in the same memory.
         input: n elements.
         codec, group, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
 

@@ -468,7 +468,7 @@ class Shares:
         payload = payload.to("cpu" if "gloo" in dist.get_backend_config(self._group) else device)
         parts = payload.new_empty(self.ranks * payload.numel())
         work = pytorch.gather(parts, payload, self._group, async_op=True)
-        pytorch.wait_within(work, self._group, self._timeout)
+        pytorch.wait_within(work, self._group, self._timeout, payload.device)
         states = [session.decode(each.to(device)).view(part[1], -1) for each in parts.view(self.ranks, -1)]
         return torch.cat(states)[: shape[0] * shape[1]].view(shape)
 

@@ -144,7 +144,7 @@ class Fit:
             return
         if self._sums is None:
             self._sums = x_RC.new_zeros(self._size, self._size + self._channels)
-            self._seen = torch.zeros(len(self._anchor.embedding), dtype=torch.bool)
+            self._seen = torch.zeros(len(self._anchor.embedding), dtype=torch.bool, device="cpu")
         assert self._seen is not None
         self._seen[ids] = True
         for ids_R, part_RC in zip(ids.flatten().split(EXACT), x_RC.split(EXACT), strict=True):
@@ -250,7 +250,7 @@ class Fit:
 
     def _forget(self) -> None:
         """Forget predictions, which are computed when a token occurs."""
-        self._places = torch.full((len(self._anchor.embedding),), -1)  # rows in the table
+        self._places = torch.full((len(self._anchor.embedding),), -1, device="cpu")  # rows in the table
         self._table = torch.empty(0, self._channels, dtype=torch.bfloat16, device=self._device)
         self._used = 0
 

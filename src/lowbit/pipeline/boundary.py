@@ -17,6 +17,7 @@ from lowbit import escape
 from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import call, check_ends, compared, open_session
+from lowbit.kernels.exact import store
 from lowbit.pipeline.anchors import Anchors, Fit, TokenAnchor
 from lowbit.pipeline.arguments import StepKind
 from lowbit.wire.traffic import Traffic
@@ -145,6 +146,15 @@ class Lane:
         self._slots: Sequence[Sequence[Slot]] = ()  # by micro-batch
         self._traffic, self._overhead = traffic, overhead
 
+    def state_dict(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Return the states of the codec's sessions and of the token anchors, which are empty without any."""
+        return self.states.state_dict(), {} if self.anchors is None else self.anchors.state_dict()
+
+    def load_state_dict(self, states: Mapping[str, dict[str, Any]], anchors: Mapping[str, Any]) -> None:
+        self.states.load_state_dict(states)
+        if self.anchors is not None:
+            self.anchors.load_state_dict(anchors)
+
     def prepare(self, slots: Sequence[Slot]) -> None:
         """Get ready for tensors that will cross together; TypeError: a dtype of no codec; else as `States.session`."""
         if any(slot.exact for slot in slots):
@@ -227,7 +237,7 @@ class Lane:
                 session.decode(payload, out=out, training=step.training)
             else:
                 rest = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-                out.copy_(session.decode(payload, out=rest, training=step.training).add_(predicted))
+                store(session.decode(payload, out=rest, training=step.training).add_(predicted), out, False)
 
     def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
         """Show this sender the tensor that crossed the other way; return a note for `encode`, if the codec has one."""
@@ -291,7 +301,9 @@ def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.d
     sender, receiver = (open_session(codec, shape=shape, dtype=dtype, device=device) for _ in range(2))
     if codec.needs_key:
         sender.samples = receiver.samples = range(shape[0])
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    # Stochastic rounding draws numbers here that a process which resumes a run would draw at another place.
+    random = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with random, torch.no_grad(), torch.autocast(device.type, enabled=False):
         # Not zeros: kernels for directions would not run, and many codecs' states would not change.
         x = torch.linspace(-1, 1, shape.numel(), device=device).view(shape).to(dtype)
         for _ in range(2 if codec.needs_key else 1):  # a sample that returns is coded differently

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from lowbit.escape import printable
@@ -25,7 +26,7 @@ class Lanes:
         samples: ids of the next training step's batch, for codecs that need them.
         anchor: configuration of token anchors.
         tokens: token ids of the next pass's batch, int64 (batch, sequence).
-        stated: fact about this pass's tokens, which all ranks must share.
+        stated: fact about this pass's tokens, which all ranks must share; stated_samples: about its samples.
         changed: the ranks must agree again, because codecs or their states have been replaced.
         peers: ranks of the neighbours on other ranks, by stage; nothing crosses to other neighbours.
         group, traffic, drain, sever: those of the transport.
@@ -42,7 +43,7 @@ class Lanes:
         self.group, self.traffic = transport.group, transport.traffic
         self.drain, self.sever = transport.drain, transport.sever
         self.samples: Tensor | None = None
-        self.anchor, self.stated = anchor, "none"
+        self.anchor, self.stated, self.stated_samples = anchor, "none", ""
         self.tokens: Tensor | None = None
         self.peers: Mapping[int, int] = {}
         self._lanes: dict[tuple[Direction, bool], Lane] = {}
@@ -78,7 +79,7 @@ class Lanes:
         self.transport.begin(board, number)
         self.peers, self._ranks = peers, ranks
         self._step = self._kind(batch.training)
-        tokens, self.tokens, self.stated = self.tokens, None, "none"
+        tokens, self.tokens, self.stated, self.stated_samples = self.tokens, None, "none", ""
         if self.anchor is not None and tokens is not None:
             self.stated = self.anchor.stated(tokens)
             self._step = replace(self._step, tokens=tokens.tensor_split(batch.micro_batches))  # as the schedule splits
@@ -91,11 +92,14 @@ class Lanes:
         if keyed is not None and not self._step.full_precision:
             if samples is None:
                 raise ValueError(f"{keyed} needs set_samples(ids) before every training step")
+            self.stated_samples = f"{len(samples)} with digest {xxhash.xxh3_64_hexdigest(samples.numpy().tobytes())}"
             parts = samples.tensor_split(batch.micro_batches)  # as the schedule splits the batch
             self._step = replace(self._step, samples=[part.tolist() for part in parts])
 
-    def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
-        """Get ready for tensors that will cross; return facts that both ends of a boundary must share, and faults.
+    def prepare(self, variants: Mapping[int, Layouts], training: bool) -> dict[str, str]:
+        """Get ready for tensors that will cross; return facts that both ends of a boundary must share.
+
+        "codecs of stage ...": why they cannot code what crosses, a line for each reason.
 
         `variants`: different layouts, by the first micro-batch that has each.
         """
@@ -116,9 +120,9 @@ class Lanes:
                 except (TypeError, ValueError) as error:
                     text = str(error)
                     faults.append(text if text.startswith(lane.name) else f"{lane.name}: {text}")
-        fault = "; ".join(dict.fromkeys(faults))
-        most = max(len(layouts.outputs) for layouts in variants.values())
-        return facts | {"codecs": fault or "fit what crosses", f"tensors from stage {self._stage}": str(most)}, fault
+        facts[f"codecs of stage {self._stage}"] = "\n".join(dict.fromkeys(faults))
+        facts[f"tensors from stage {self._stage}"] = str(max(len(each.outputs) for each in variants.values()))
+        return facts
 
     def use(self, configuration: Configuration, *, ahead: bool = False) -> None:
         """Use a configuration in this pass; or, if `ahead`, expect it in the next pass, a whole round trip ahead.
@@ -185,13 +189,18 @@ class Lanes:
         lanes = self.by_name()
         if unknown := sorted({*states, *anchors} - set(lanes)):
             raise ValueError(f"state has {printable(', '.join(unknown))}; this stage has {', '.join(lanes)}")
-        self.steps, self.changed = steps, True
-        for name, lane in lanes.items():
-            lane.states.load_state_dict(states.get(name, {}))
-            if lane.anchors is not None:
-                lane.anchors.load_state_dict(anchors.get(name, {}))
-            elif name in anchors:
+        for name in anchors:
+            if lanes[name].anchors is None:
                 raise ValueError(f"state has a token anchor for {name}; allowed: with LowBitStage(anchor=...)")
+        before = {name: lane.state_dict() for name, lane in lanes.items()}
+        try:
+            for name, lane in lanes.items():
+                lane.load_state_dict(states.get(name, {}), anchors.get(name, {}))
+        except BaseException:  # a program may go on without the state
+            for name, lane in lanes.items():
+                lane.load_state_dict(*before[name])
+            raise
+        self.steps, self.changed = steps, True
 
     def forward(self, outgoing: bool) -> Lane:
         if ("forward", outgoing) not in self._lanes:

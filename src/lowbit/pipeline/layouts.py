@@ -123,7 +123,7 @@ def send_layouts(layouts: Sequence[Tensor], group: dist.ProcessGroup, peer: int,
 
 def receive_layouts(group: dist.ProcessGroup, peer: int, name: str, timeout: float) -> list[Tensor]:
     """Receive what a peer sent by `send_layouts`; PeerError: it sent something else; RuntimeError: nothing in time."""
-    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
     group.recv([message], peer, _TAG).wait(timedelta(seconds=timeout))
     try:
         return parse(message.numpy().tobytes())
@@ -175,8 +175,8 @@ def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n) < MOST_ELEMENTS
 
 
-# For each pipeline that this process has begun in a group: its length, and how many of its stages are still to come.
-_pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
+# For each pipeline that this process has begun in a group: its length, and the stages that it has here.
+_pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, set[int]]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -206,17 +206,17 @@ class Configuration:
         return boundaries * 2 * self.phases * self.micro_batches * self.most_tensors
 
 
-def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> int:
-    """Number the pipeline of a new stage: the first one of this length that still lacks stages here, or a new one.
+def pipeline_number(group: dist.ProcessGroup, stage: int, num_stages: int, ranks: int) -> int:
+    """Number the pipeline of a new stage: the first of this length that lacks it and has room here, or a new one.
 
     Ranks that begin their pipelines in the same order get the same numbers, even if they disagree about a length, so
     that their agreement can report it. RuntimeError if the group has no channels left.
     """
-    begun = _pipelines.setdefault(group, [])
-    for number, (length, missing) in enumerate(begun):
-        if length == num_stages and missing:
-            begun[number] = (length, missing - 1)
+    begun, room = _pipelines.setdefault(group, []), max(1, num_stages // ranks)
+    for number, (length, stages) in enumerate(begun):
+        if length == num_stages and stage not in stages and len(stages) < room:
+            stages.add(stage)
             return number
     PIPELINES.channels(len(begun))
-    begun.append((num_stages, max(1, num_stages // ranks) - 1))
+    begun.append((num_stages, {stage}))
     return len(begun) - 1

@@ -41,7 +41,6 @@ class Passes:
         # Read here, not earlier: a V schedule places the stages only after they are created.
         self._places = places = _Places(dict(stages[0].stage_index_to_group_rank), group)
         self._board = FailureBoard(group, topic, places.names, limit)
-        self._checksums = checksums
         mailbox = Mailbox(carrier, checksums, self._board)
         self._announcements = _Announcements(mailbox, places.source, places.names[places.source], channel)
         self._agreements = (Agreement(group, f"{topic}/{i}", limit) for i in count())  # one for each exchange of facts
@@ -122,11 +121,13 @@ class Passes:
 
     def _facts(self, batch: Batch) -> dict[str, str]:
         ids = {stage.lanes.stated for stage in self._stages}
+        samples = {stage.lanes.stated_samples for stage in self._stages} - {""}
         return {
             "kind of pass": "training" if batch.training else "evaluation",
             "micro-batches": str(batch.micro_batches),
             "training steps so far": str(self._stages[0].lanes.steps),
             **({"token ids": ", ".join(sorted(ids))} if self._stages[0].lanes.anchor else {}),
+            **({"sample ids": ", ".join(sorted(samples))} if samples else {}),
         }
 
     def _identity(self, lanes: Lanes) -> dict[str, str]:
@@ -140,7 +141,7 @@ class Passes:
             "warm-up steps": str(lanes.warmup_steps),
             "constants": "coded" if lanes.code_constants else "exact",
             "token anchor": str(lanes.anchor or "none"),
-            **agreed_facts(self._checksums.enabled),
+            **agreed_facts(lanes.transport.overhead > 0),
             **{f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()},
         }
 
@@ -181,7 +182,7 @@ class Passes:
             )
             alike = json.dumps([keys.index(key) for key in keys])
             facts[0] |= {"alike": alike, "as declared": str(as_declared), "problem": problem}
-        stated, fault = self._exchange(facts, declared, batch.training)
+        stated = self._exchange(facts, declared, batch.training)
         if problem := stated[0].get("problem", ""):
             self._refuse(problem)
         alike = _alike(stated[0], batch.micro_batches)
@@ -192,8 +193,9 @@ class Passes:
         else:
             # A trial costs a forward pass of each stage, so micro-batches that are alike share one.
             variants = self._try_out(batch, sorted(set(alike)))
-            stated, fault = self._exchange({index: {} for index in variants}, variants, batch.training)
-        if fault:  # it has the same words on all ranks
+            stated = self._exchange({index: {} for index in variants}, variants, batch.training)
+        faults = (of_stage[f"codecs of stage {index}"] for index, of_stage in sorted(stated.items()))
+        if fault := "; ".join(dict.fromkeys(text for each in faults for text in each.splitlines())):
             self._refuse(fault)
         most = max(int(of_stage[f"tensors from stage {index}"]) for index, of_stage in stated.items())
         layouts = {index: [by_first[i] for i in alike] for index, by_first in variants.items()}
@@ -210,16 +212,13 @@ class Passes:
 
     def _exchange(
         self, facts: dict[int, dict[str, str]], variants: Mapping[int, Mapping[int, Layouts]], training: bool
-    ) -> tuple[dict[int, Mapping[str, str]], str]:
-        """Exchange facts of stages and their layouts; return those of all stages, and this rank's faults."""
-        faults = []
+    ) -> dict[int, Mapping[str, str]]:
+        """Exchange facts of stages and their layouts; return those of all stages."""
         for stage in self._stages:
             if layouts := variants[stage.stage_index]:
-                more, fault = stage.lanes.prepare(layouts, training)
-                facts[stage.stage_index] |= more
-                faults.append(fault)
+                facts[stage.stage_index] |= stage.lanes.prepare(layouts, training)
         self._agreement = next(self._agreements)
-        return self._agreement.exchange(facts, self._places.stage_names), "; ".join(filter(None, faults))
+        return self._agreement.exchange(facts, self._places.stage_names)
 
     def _refuse(self, problem: str) -> Never:
         self._agreement.linger()

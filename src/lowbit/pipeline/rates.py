@@ -7,6 +7,8 @@ from torch import Tensor
 
 from lowbit.codecs.transform_quant.codec import TransformQuant
 from lowbit.codecs.transform_quant.rates import RateGoal
+from lowbit.escape import one_line, shown
+from lowbit.wire.errors import described
 from lowbit.wire.messages import gather_json
 
 
@@ -32,10 +34,25 @@ def choose_rate(
         timeout: seconds after which a rank that does not join is an error.
 
     Raises:
-        ValueError: no rank has `x`.
+        ValueError: no rank has `x`, or one could not choose; on all ranks.
     """
-    chosen = [] if x is None else [goal.choose(x, gradient, part=part, backward=backward).bits]
-    bits = [one for of_rank in gather_json(chosen, group, timeout=timeout) for one in of_rank]
+    chosen: list[float | str | None] = []
+    try:
+        if x is not None:
+            chosen = [goal.choose(x, gradient, part=part, backward=backward).bits]
+    except Exception as error:  # the other ranks wait for this one
+        chosen = [described(error)]
+    bits: list[float | None] = []
+    for rank, of_rank in enumerate(gather_json(chosen, group, timeout=timeout)):
+        match of_rank:
+            case []:
+                pass
+            case [None | int() | float() as one] if not isinstance(one, bool):
+                bits.append(one)
+            case [str(why)]:
+                raise ValueError(f"rank {rank} of the group could not choose a rate: {one_line(why)}")
+            case _:
+                raise ValueError(f"rank {rank} of the group states the rate {shown(of_rank)}; allowed: a number")
     if not bits:
         raise ValueError("x is None on all ranks; allowed: activations on at least one")
-    return replace(goal.default(), bits=None if None in bits else max(bits))
+    return replace(goal.default(), bits=None if None in bits else max(bit for bit in bits if bit is not None))

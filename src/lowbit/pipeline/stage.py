@@ -110,9 +110,16 @@ class LowBitStage(HookedStage):
         self.warmup_steps = warmup_steps
         self.looks_ahead = True  # whether receives of the next pass are posted at the end of one
         group = self.group or default_group()
-        number = pipeline_number(group, num_stages, self.group_size)
+        for boundary in range(max(0, stage_index - 1), min(stage_index, num_stages - 2) + 1):
+            arguments.codec_at("forward", forward, boundary, num_stages - 1)
+            arguments.codec_at("backward", backward, boundary, num_stages - 1)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device}; allowed: cpu or cuda")
+        carrier = gloo_of(group, float(timeout))
+        # After everything that can be refused: a stage that fails must not have a number.
+        number = pipeline_number(group, stage_index, num_stages, self.group_size)
         sums = Checksums(f"pipeline {number}", enabled=checksums)
-        transport = choose(gloo_of(group, float(timeout)), self.device, self.traffic, sums)
+        transport = choose(carrier, self.device, self.traffic, sums)
         self.lanes = Lanes(
             stage_index, num_stages, forward, backward, self.device, transport, warmup_steps, code_constants, anchor
         )
@@ -229,10 +236,11 @@ class LowBitStage(HookedStage):
         "formats" has the format of each boundary and direction as text, which `lowbit.codecs.parse` reads.
         """
         lanes = self.lanes.by_name()
-        states = {name: lane.states.state_dict() for name, lane in lanes.items()}
-        anchors = {name: lane.anchors.state_dict() for name, lane in lanes.items() if lane.anchors}
+        parts = {name: lane.state_dict() for name, lane in lanes.items()}
+        states = {name: states for name, (states, _) in parts.items() if states}
+        anchors = {name: anchor for name, (_, anchor) in parts.items() if lanes[name].anchors is not None}
         formats = {name: repr(lane.codec) for name, lane in lanes.items()}
-        state = {"steps": self.lanes.steps, "lanes": {name: s for name, s in states.items() if s}, "formats": formats}
+        state = {"steps": self.lanes.steps, "lanes": states, "formats": formats}
         return state | ({"anchors": anchors} if anchors else {})
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ class CudaStreams:
 
     def host_buffer(self, nbytes: int) -> Tensor:
         """Allocate pinned host memory, which the device copies from and to by itself."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, torch.cuda.Event]:
         """Within `leaving`: start copying to a host buffer with `room` free bytes at its end; done at the event."""
@@ -208,7 +208,7 @@ class Transport:
 
     def landing(self, layout: Tensor) -> Tensor:
         """Within `arriving`: return a new tensor to decode to, for the computation to use afterwards."""
-        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
+        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="cpu")
 
     def drain(self) -> None:
         """Wait until everything that this rank sent has left, and release it."""
@@ -255,11 +255,8 @@ class Staged(Transport):
         return sent
 
 
-def choose(group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums) -> Transport:
-    """Create the transport for tensors on a device, in a group over Gloo."""
-    device = torch.device(device)
-    if device.type == "cpu":
-        return Transport(group, traffic, checksums)
+def choose(group: dist.ProcessGroup, device: torch.device, traffic: Traffic, checksums: Checksums) -> Transport:
+    """Create the transport for tensors on a CPU or a CUDA device, in a group over Gloo."""
     if device.type == "cuda":
         return Staged(group, traffic, checksums, CudaStreams(device))
-    raise ValueError(f"device is {device}; allowed: cpu or cuda")
+    return Transport(group, traffic, checksums)

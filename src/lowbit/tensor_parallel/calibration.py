@@ -19,7 +19,7 @@ from lowbit import files
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
-from lowbit.codecs.feature_int.codec import CLIPS, GAINS
+from lowbit.codecs.feature_int.codec import CLIPS, FLOOR, GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.escape import Printable, shown
 from lowbit.tensor_parallel.identity import identity
@@ -32,9 +32,6 @@ AVERAGES = ("low", "high", "mean")
 SHARE = 64
 """By default one feature in this many is sent as bfloat16: with 4-bit codes (16 + 4 * 63) / 64 = 4.1875 bits per value,
 and 16 for each row."""
-FLOOR = 1 / 64
-"""Least range of a feature, of the root mean square over its rank's features."""
-
 WIDTHS = (3, 4, 5, 6, 8)
 """Bits of codes among which a budget chooses."""
 BUDGET = 4.25

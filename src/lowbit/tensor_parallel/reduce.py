@@ -229,7 +229,7 @@ def sum_over_ranks(
         sum_over_ranks(packed, codec, group, choice, settings)
         partial.copy_(packed)
     elif codec is None or choice == "plain":
-        pytorch.wait_within(pytorch.all_reduce_sum(partial, group), group, settings.timeout)
+        pytorch.wait_within(pytorch.all_reduce_sum(partial, group), group, settings.timeout, partial.device)
     elif partial.device.type == "cpu":
         all_reduce(
             partial, codec, group, algorithm=choice, small=0, timeout=settings.timeout, checksums=settings.checksums
@@ -243,7 +243,8 @@ def sum_on_stream(
 ) -> None:
     """Compute `sum_over_ranks` of coded values in the caller's thread and stream."""
     checksums = Checksums(f"tensor parallel/{codec.layer()}/{flat.numel()}", enabled=settings.checksums)
-    exchange = CollectiveExchange(group, flat.device, Scratch(), Marks(checksums, "sum", rank_names(group)))
+    marks = Marks(checksums, "sum", rank_names(group))
+    exchange = CollectiveExchange(group, flat.device, Scratch(), marks, settings.timeout)
     algorithm = one_shot if choice == "one_shot" else two_shot
     with torch.no_grad():
         algorithm(flat, codec, exchange, chunk=CHUNK, divisor=1)
@@ -401,7 +402,7 @@ def _times(sample: SumSample, group: dist.ProcessGroup, settings: SumSettings, s
 @torch.no_grad()
 def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGroup, settings: SumSettings) -> float:
     """Return the seconds of one sum, which all ranks begin together."""
-    pytorch.wait_within(pytorch.all_reduce_sum(x.new_zeros(1), group), group, settings.timeout)
+    pytorch.wait_within(pytorch.all_reduce_sum(x.new_zeros(1), group), group, settings.timeout, x.device)
     wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda device: None
     wait(x.device)
     start = time.perf_counter()

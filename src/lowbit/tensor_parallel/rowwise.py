@@ -73,7 +73,7 @@ def tp_all_gather(x: Tensor, group: str, timeout: float) -> Tensor:
     process_group = _group(group)
     parts = x.new_empty((process_group.size(), *x.shape))
     work = pytorch.gather(parts.view(-1), x.contiguous().view(-1), process_group, async_op=True)
-    pytorch.wait_within(work, process_group, timeout)
+    pytorch.wait_within(work, process_group, timeout, x.device)
     return parts
 
 

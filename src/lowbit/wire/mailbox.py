@@ -86,7 +86,7 @@ class Mailbox:
         nbytes += self.checksums.room
         # Without checksums nothing would show that a longer message was cut off: then Gloo has to end the process.
         room = tags.capacity(nbytes) if self.checksums.enabled else nbytes
-        memory = (buffer or partial(torch.empty, dtype=torch.uint8))(room)
+        memory = (buffer or partial(torch.empty, dtype=torch.uint8, device="cpu"))(room)
         works = [
             _started(carrier.recv, [memory[:room][piece]], route.peer, tags.tag(route.channel, nbytes))
             for carrier, piece in pieces(self.group, route.channel, nbytes)
@@ -177,7 +177,7 @@ def sever(group: dist.ProcessGroup) -> None:
     for carrier, device in product(connections_of(group), range(_MOST_DEVICES)):  # Gloo chooses a device by the tag
         for peer in others:
             try:
-                nothing = torch.empty(1, dtype=torch.uint8)
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 carrier.recv([nothing], peer, first + device).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "timed out" in str(error).lower():

@@ -70,7 +70,7 @@ def _gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, timeout: float | N
     note_sent(AGREEING, out.nbytes - x.nbytes)  # in a ring each rank forwards the texts of the others
     work = pytorch.gather(out, x, group, async_op=timeout is not None)
     if timeout is not None:
-        pytorch.wait_within(work, group, timeout)
+        pytorch.wait_within(work, group, timeout, out.device)
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
@@ -115,7 +115,7 @@ class Messages:
     def send(self, payload: Tensor, to: int, *, expected: int | None = None) -> Sent:
         """Start to send a copy of a tensor; `expected`: payload bytes that the receiver expects, by default its own."""
         nbytes, room = payload.nbytes, self._mailbox.checksums.room
-        message = torch.empty(nbytes + room, dtype=torch.uint8)
+        message = torch.empty(nbytes + room, dtype=torch.uint8, device="cpu")
         message[:nbytes].view(payload.dtype).view(payload.shape).copy_(payload.detach())
         number, whole = self._sent[to], None if expected is None else expected + room
         self._sent[to] += 1
@@ -260,7 +260,7 @@ def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: floa
         ready = messages.expect(_NUMBER_BYTES, peer, "probe")
         answer = messages.expect(_NUMBER_BYTES, peer, "probe")
         messages.send(torch.tensor([_SIZES[step]]), peer).wait()
-        payload = torch.zeros(_SIZES[step], dtype=torch.uint8)
+        payload = torch.zeros(_SIZES[step], dtype=torch.uint8, device="cpu")
         ready.wait()  # the peer has posted its receive
         begin = time.perf_counter()
         sent = messages.send(payload, peer)

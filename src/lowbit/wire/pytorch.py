@@ -137,14 +137,23 @@ def all_reduce_sum(x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
 
 def carries(group: dist.ProcessGroup, backend: str, device: torch.device) -> bool:
     """Whether this backend handles the tensors of a device in a group."""
-    return backend in (dist.get_backend(group) if is_known(group) else group._get_backend(device).name())
+    if not is_known(group):
+        return backend in group._get_backend(device).name()
+    # `get_backend` is "undefined" for a group whose backends were not named.
+    return f"{device.type}:{backend}" in dist.get_backend_config(group).split(",")
 
 
-def wait_within(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
-    """Wait for a collective, with Gloo at most `timeout` seconds: then a PeerError, which cannot name the rank."""
+_CPU = torch.device("cpu")
+
+
+def wait_within(work: dist.Work | None, group: dist.ProcessGroup, timeout: float, device: torch.device = _CPU) -> None:
+    """Wait for a collective, with Gloo at most `timeout` seconds: then a PeerError, which cannot name the rank.
+
+    `device`: of its tensors.
+    """
     assert work is not None  # None is for ranks outside the group
     # NCCL's `wait` only makes the current stream wait and returns at once, so a limit would measure nothing.
-    if not carries(group, "gloo", torch.device("cpu")):
+    if not carries(group, "gloo", device):
         work.wait()
         return
     try:

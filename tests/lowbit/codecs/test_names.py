@@ -8,6 +8,7 @@ import tomllib
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import ones, tensor, zeros
@@ -259,3 +260,22 @@ def test_arguments_twice_and_dtypes_that_do_not_exist_are_refused():
         parse("GroupInt(bits=6, group=32, bits=3)")
     with pytest.raises(ValueError, match="torch has no dtype 'nonsense'"):
         parse("TAHQuant(pivot_ratio=torch.nonsense)")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (TAHQuant(pivot_ratio=2), TAHQuant(pivot_ratio=2.0)),
+        (TAHQuant(high_fraction=1), TAHQuant(high_fraction=1.0)),
+        (TAHQuant(high_fraction=np.float64(0.8)), TAHQuant()),
+    ],
+)
+def test_equal_formats_have_one_fingerprint_and_one_text(one: Codec, other: Codec):
+    assert one == other
+    assert one.fingerprint() == other.fingerprint()
+    assert parse(repr(one)) == other
+
+
+def test_numbers_are_no_switches():
+    with pytest.raises(ValueError, match="symmetric is 1; allowed: False, True"):
+        GroupInt(symmetric=1)  # type: ignore[arg-type]

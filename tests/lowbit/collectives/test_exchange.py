@@ -1,9 +1,12 @@
 """Exchanges between real ranks: lanes, memory, checksums; groups that torch.distributed has not made, as torchft's."""
 
 import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from lowbit.collectives import (
 from lowbit.collectives.calls import CollectiveCall, Transport, queue_of
 from lowbit.collectives.exchange import PayloadExchange, Scratch
 from lowbit.gradients import all_reduce_hook
+from lowbit.wire import pytorch
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.messages import gather_json
 from lowbit.wire.pytorch import default_group
@@ -244,6 +248,62 @@ def test_sums_in_a_group_in_another_order(transport: Any) -> None:
     assert gather_json(job, group) == [2, 1, 0]
     agree(group, {"format": "int8"})
     all_reduce(data(job), EVEN, known)  # PyTorch's groups go on beside it
+
+
+@on_ranks(4)
+def test_a_rank_without_a_shard_waits_for_what_is_sent_to_it() -> None:
+    """The next call gets the same memory, which an exchange that goes on would still write to."""
+    works: list[Any] = []
+
+    def recorded(*args: Any) -> Any:
+        works.append(mock.Mock(wraps=exchange(*args)))
+        return works[-1]
+
+    exchange = pytorch.exchange
+    x = torch.arange(40.0) + dist.get_rank()
+    with mock.patch.object(pytorch, "exchange", recorded):
+        all_reduce(x, GroupInt(bits=8, group=32), small=0, transport="collectives")
+    assert [work.wait.call_count for work in works] == [1], f"of rank {dist.get_rank()}; the last has no elements"
+    assert (x - (4 * torch.arange(40.0) + 6)).abs().max() < 1.5
+
+
+@on_ranks
+def test_a_rank_that_stays_away_from_collectives_is_noticed_within_the_limit() -> None:
+    x = torch.ones(100)
+    all_reduce(x, EVEN, small=0, transport="collectives", timeout=20)
+    if dist.get_rank():
+        time.sleep(4)
+        return
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="did not take part within 1 s"):
+        all_reduce(x, EVEN, small=0, transport="collectives", timeout=1)
+    assert time.monotonic() - start < 4
+
+
+@on_ranks
+def test_after_a_disagreement_no_rank_goes_on_alone() -> None:
+    """One rank makes a call that both know, the other a new one."""
+    x = torch.ones(1000)
+    all_reduce(x, EVEN, small=0, timeout=20)
+    for numel in (500 if dist.get_rank() else 1000, 1000):
+        start = time.monotonic()
+        with pytest.raises(AgreementError, match=r"float32 \(1000,\) on rank 0; float32 \(500,\) on rank 1"):
+            all_reduce(torch.ones(numel), EVEN, small=0, timeout=20)
+        assert time.monotonic() - start < 10
+
+
+def test_groups_whose_backends_are_not_named_use_gloo_between_cpus() -> None:
+    """`init_process_group()` without a backend, as PyTorch recommends."""
+    program = """
+import torch, torch.distributed as dist
+from lowbit.wire.pytorch import carries
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+assert dist.get_backend() != "gloo"
+for group in (dist.group.WORLD, dist.new_group(), dist.new_group(backend="gloo")):
+    assert carries(group, "gloo", torch.device("cpu"))
+    assert not carries(group, "nccl", torch.device("cpu"))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @on_ranks

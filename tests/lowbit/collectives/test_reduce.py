@@ -176,7 +176,7 @@ def dies() -> None:
 
 def test_a_rank_that_dies_ends_the_others_when_pytorch_sends(ranks: Ranks):
     outcomes = ranks.outcomes(dies, ranks=3)
-    assert [o.kind for o in outcomes] == ["RuntimeError", "RuntimeError", "ended"], outcomes
+    assert [o.kind for o in outcomes] == ["PeerError", "PeerError", "ended"], outcomes
 
 
 @on_ranks

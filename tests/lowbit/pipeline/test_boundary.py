@@ -229,3 +229,11 @@ def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.Mo
     assert ("encode", torch.float32) in used  # of the differences, which a first visit has not
     assert warm.states.nbytes() == 0
     assert warm._traffic == Traffic()
+
+
+def test_warming_up_draws_no_random_numbers() -> None:
+    """A resumed run does it where the run before had done it, and its dropout would differ."""
+    before = torch.get_rng_state()
+    slots = [Slot(torch.Size((3, 41)), torch.float32)]
+    lane(GroupInt(bits=4, group=48, rounding="stochastic"), *slots).warm_up(slots)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TransformQuant
-from lowbit.pipeline import passes
+from lowbit.pipeline import LowBitStage, passes
 from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.wire.agreement import Agreement, Facts
 from lowbit.wire.errors import described
@@ -52,6 +52,15 @@ def other_pass(steps: int, length: int = 8) -> None:
     for step in range(steps):
         run.train(step)
     run.feed(*data(0, length=length), training=dist.get_rank() == 0)
+
+
+def other_samples() -> None:
+    """Ids in another order: each end would code the difference from another sample."""
+    run = toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6, timeout=60))
+    for step in range(3):
+        for stage in run.stages:
+            stage.set_samples(list(range(ROWS))[:: 1 if step < 2 or run.first else -1])
+        run.train(0)
 
 
 def other_version() -> None:
@@ -136,6 +145,7 @@ def altered() -> None:
         (unlike, ("1f1b", {1: {"checksums": False}}), "checksums: on on rank 0 (stage 0); off on rank 1 (stage 1)"),
         (other_secret, (), "LOWBIT_SECRET: one with digest "),
         (other_shapes, (), "boundary 0 forward tensors: float32 (2, 8, 24)"),
+        (other_samples, (), f"sample ids: {ROWS} with digest "),
         (other_lengths, ([4, 2],), "number of stages: 4 on rank 0 (stage 0)"),
         (other_lengths, ([4, 6],), "number of stages: 4 on rank 0 (stage 0)"),
         (loads_alone, (), "codec state: loaded on rank 1 (stage 1)"),
@@ -174,8 +184,9 @@ def test_what_one_boundary_cannot_code_is_an_error_everywhere(
     ranks: Ranks, codec: Any, state: Any, steps: int, said: str
 ):
     states = {"boundary 1 forward": {"tensor 0, width 24": state}} if state else {}
-    text = toy.disagreement(ranks.outcomes(unfit, {1: codec}, states, steps, ranks=4))
-    assert re.search(said, text)
+    for outcome in ranks.outcomes(unfit, {1: codec}, states, steps, ranks=4):
+        assert outcome.kind == "ValueError"
+        assert re.search(said, outcome.text)
 
 
 def test_what_no_boundary_can_code_is_the_same_error(ranks: Ranks):
@@ -213,13 +224,42 @@ def test_stages_find_their_pipeline_whatever_the_order_they_are_made_in():
         pass
 
     group: Any = Group()
-    made = [pipeline_number(group, length, 2) for length in (4, 2, 4, 4, 8, 2, 8, 4, 8, 8, 4)]
+    stages = ((4, 0), (2, 0), (4, 2), (4, 0), (8, 0), (2, 0), (8, 2), (4, 2), (8, 4), (8, 6), (4, 0))
+    made = [pipeline_number(group, stage, length, 2) for length, stage in stages]
     assert made == [0, 1, 0, 2, 3, 4, 3, 2, 3, 3, 5]
+    both: Any = Group()  # a teacher and a student, made stage by stage
+    assert [pipeline_number(both, stage, 4, 2) for stage in (0, 0, 2, 2)] == [0, 1, 0, 1]
     other: Any = Group()
     for number in range(PIPELINES.members):
-        assert [pipeline_number(other, 4, 2) for _ in range(2)] == [number] * 2  # the stages of one rank
+        assert [pipeline_number(other, stage, 4, 2) for stage in (0, 3)] == [number] * 2  # the stages of one rank
     with pytest.raises(RuntimeError, match="has had 32 pipelines"):
-        pipeline_number(other, 4, 2)
+        pipeline_number(other, 0, 4, 2)
+
+
+@on_ranks(1)
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    """A program may go on without it; with its steps, the stage would skip the warm-up."""
+    model = nn.Linear(4, 4)
+    stage = LowBitStage(model, 0, 2, "cpu", warmup_steps=9)
+    anchored, [lane] = {"tensor 0, width 4": {}}, stage.codec_state_dict()["formats"].keys() - {"boundary 0 backward"}
+    for state in ({"anchors": {lane: anchored}}, {"lanes": {lane: {"tensor 0, width 4": {"rounds": 1}}}}):
+        stage.forward_session(outgoing=True, shape=(2, 4), dtype=torch.float32)
+        with pytest.raises((ValueError, TypeError), match="state "):
+            stage.load_codec_state_dict({"steps": 500, **state})
+        assert stage.in_warmup
+        assert stage.codec_state_dict()["steps"] == 0
+
+
+@on_ranks
+def test_a_stage_that_is_refused_is_not_counted() -> None:
+    rank = dist.get_rank()
+    elsewhere = {"forward": {0: INT4, 5: INT4}}
+    for options, said in ((elsewhere, "there are 0 to 0"), ({"device": "meta"}, "device is meta")):
+        with pytest.raises(ValueError, match=said):
+            LowBitStage(nn.Linear(4, 4), rank, 2, options.pop("device", "cpu"), **options)  # type: ignore[arg-type]
+        if rank:
+            break  # the ranks fail at other places
+    toy.Run("1f1b", FITTING).train(0)
 
 
 @on_ranks

@@ -60,6 +60,9 @@ def test_the_highest_rate_counts_and_codecs_keep_what_they_learned() -> None:
     assert choose_rate(goal, tiny if dist.get_rank() else x) == TransformQuant(), "which no rate suits"
     with pytest.raises(ValueError, match="x is None on all ranks"):
         choose_rate(goal)
+    wrong: Any = "activations" if dist.get_rank() else x
+    with pytest.raises(ValueError, match="rank 1 of the group could not choose a rate: AttributeError"):  # on both
+        choose_rate(goal, wrong)
 
     run = toy.Run("1f1b", toy.lowbit(timeout=30))
     for step in range(2):

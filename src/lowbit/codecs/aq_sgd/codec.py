@@ -12,6 +12,7 @@ from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.escape import shown
+from lowbit.kernels.exact import store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class AQSGD(StatefulCodec):
 
     Both ends keep the last reconstructed activation m of every sample, by sample id. The first visit sends x in its own
     dtype and sets m = x; a later one sends q(x - m), and both ends set m to m + q(x - m). So the state grows with the
-    data set: samples x elements of a sample x 4 bytes on each side of each boundary (`Session.state_bytes`).
+    data set: samples x elements of a sample x 4 bytes on each side of each boundary (`Session.state_bytes`), for each
+    shape of a batch, as sessions of different shapes share none.
 
     Bytes of a message: for each sample (entry of the first dimension), 4 or 2 per element at its first visit, later
     those of the inner codec. `nbytes` is for a message whose samples have all been seen; a session knows the actual
@@ -80,7 +82,7 @@ class AQSGDSession(Session):
         ids = self._ids()
         for row, sample, part in zip(out, ids, payload.split(self._sizes(ids)), strict=True):
             moved = self._moved(sample, part)
-            row.copy_(moved)
+            store(moved, row, False)
             if training:
                 self._keep(sample, moved)
 
@@ -100,7 +102,7 @@ class AQSGDSession(Session):
         self._memory = {int(i): m.to(self.device, torch.float32, copy=True) for i, m in state.items()}
 
     def _ids(self) -> Sequence[int]:
-        ids = self.samples
+        ids = None if self.samples is None else [int(i) for i in self.samples]  # entries of a tensor are all different
         if ids is None or len(ids) != self.shape[0] or len(set(ids)) != len(ids):
             raise ValueError(
                 f"samples is {ids}; AQSGD needs {self.shape[0]} different sample ids, one for each entry: give them to "

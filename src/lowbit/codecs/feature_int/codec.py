@@ -24,6 +24,8 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**125
 GAINS = ("token", "static")
 CLIPS = {3: 0.65, 4: 0.8, 5: 0.9, 6: 0.95, 7: 1.0, 8: 1.0}
 """Share of a token's largest magnitude at which codes saturate, by bits: least squared error on a real encoder."""
+FLOOR = 1 / 64
+"""Least range of a feature with a gain by token, of the root mean square over its rank's features."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -121,8 +123,8 @@ class FeatureInt(Summable):
         check_int("rank", self.rank, 0, ranks - 1)
         if not isinstance(self.artifact, str):
             raise TypeError(f"artifact is {shown(self.artifact)}; allowed: a string")
-        if self.clip is None:
-            object.__setattr__(self, "clip", 1.0 if self.gain == "static" else CLIPS[self.bits])
+        default = 1.0 if self.gain == "static" else CLIPS[self.bits]
+        object.__setattr__(self, "clip", default if self.clip is None else float(self.clip))
         for name in ("ranges", "offsets", "total", "total_offset"):
             table = getattr(self, name)
             if table is not None:  # a copy: the caller may change the tensor later
@@ -137,7 +139,9 @@ class FeatureInt(Summable):
     ) -> FeatureInt:  # fmt: skip
         """Return a codec calibrated on these partial sums: ranges are their largest magnitudes around their means.
 
-        The range of a feature that is constant over all rows is its magnitude.
+        The range of a feature that is constant over all rows is its magnitude. With a gain by token, ranges are at
+        least 1/64 of the root mean square over a rank's features: one that hardly varied in these rows may vary more
+        later, and must not set the gain of all others then.
 
         Args:
             parts: samples of each rank's partial sums, all of one shape (..., E).
@@ -155,9 +159,14 @@ class FeatureInt(Summable):
         size = parts[0].shape[-1]
         rows_RNE = torch.stack([part.detach().float().reshape(-1, size) for part in parts])
         rows_RNE = torch.cat([rows_RNE, rows_RNE.sum(0, keepdim=True)])
-        mean_RE = rows_RNE.mean(1) if means else torch.zeros(len(rows_RNE), size, dtype=torch.float32)
+        mean_RE = rows_RNE.mean(1) if means else rows_RNE.new_zeros(len(rows_RNE), size)
         ranges_RE = (rows_RNE - mean_RE[:, None]).abs().amax(1)
-        ranges_RE = torch.where(ranges_RE == 0, rows_RNE.abs().amax(1), ranges_RE)
+        # Not by the range: the mean of equal numbers is rounded.
+        constant_RE = rows_RNE.amin(1) == rows_RNE.amax(1)
+        ranges_RE = torch.where(constant_RE, rows_RNE.abs().amax(1), ranges_RE)
+        if gain == "token":
+            least_R1 = ranges_RE.square().mean(1, keepdim=True).sqrt() * FLOOR
+            ranges_RE = torch.where(ranges_RE > 0, torch.maximum(ranges_RE, least_R1), 0.0)  # zeros are refused below
         count = size // 64 if outliers is None else outliers
         check_int("outliers", count, 0, size - 1)
         chosen = ranges_RE[:-1].amax(0).topk(count).indices.sort().values
@@ -195,8 +204,10 @@ class FeatureInt(Summable):
             ValueError: as the class.
         """
         check_int("bits", bits, FEWEST, MOST)
+        if clip is None:
+            raise ValueError("clip is None; allowed: a number above 0 and at most 2")
         _check_clip(clip)
-        return self._like(bits=bits, clip=clip)
+        return self._like(bits=bits, clip=float(clip))
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         rows, outliers = self._rows(shape), len(self.features)
@@ -307,7 +318,7 @@ class _FeatureTables:
         if device in self.there:
             return self.there[device]
         with torch.inference_mode(False):
-            chosen = torch.zeros(self.total.numel(), dtype=torch.bool)
+            chosen = torch.zeros(self.total.numel(), dtype=torch.bool, device="cpu")
             chosen[list(self.features)] = True
             scale = self.ranges.clamp(SMALLEST, LARGEST)
             offset = torch.zeros_like(scale) if self.offsets is None else self.offsets

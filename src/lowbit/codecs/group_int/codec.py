@@ -38,7 +38,8 @@ class GroupInt(Summable):
         group: elements for each scale, a multiple of 8 from 8 to 65536.
         symmetric: zero is in the middle of the range and exact; otherwise the range is [min, max].
         rounding: "nearest" (ties to even), or "stochastic", whose error is zero on average (its random numbers
-            follow PyTorch's default generator, so `torch.manual_seed` repeats them).
+            follow PyTorch's default generator, so `torch.manual_seed` repeats them, unless others draw from it while an
+            asynchronous collective runs).
     """
 
     payload_version: ClassVar[int] = 3

@@ -105,6 +105,8 @@ class TAHQuant(Summable):
             raise ValueError(f"high_fraction is {shown(fraction)}; allowed: 0 to 1")
         if ratio is not None and not (isinstance(ratio, int | float) and 1 < ratio < math.inf):
             raise ValueError(f"pivot_ratio is {shown(ratio)}; allowed: more than 1, or None")
+        object.__setattr__(self, "high_fraction", float(fraction))
+        object.__setattr__(self, "pivot_ratio", None if ratio is None else float(ratio))
         check_choice("allocation", self.allocation, ("range", "tile", "token"))
         check_choice("metadata", self.metadata, ("octaves", "float16"))
 

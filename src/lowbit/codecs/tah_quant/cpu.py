@@ -235,7 +235,7 @@ def _put_span(low, high, extents, mids, i) -> None:
     """Range and minimum of a tile."""
     least = greater(key_value(low), -LARGEST)
     put_float(extents, i, lesser(key_value(high), LARGEST) - least if are_finite(low, high) else INFINITY)
-    put_float(mids, i, least)
+    put_float(mids, i, least + ZERO)  # not -0
 
 
 @helper

@@ -160,7 +160,7 @@ def _encode(
                 parts, pivot, least, most, half, peak, norm, j, TILE // 8, FLOAT16, WIDTH, NT
             )
     offset = peak * norm
-    least, most = tl.maximum(least, -LARGEST_), tl.minimum(most, LARGEST_)
+    least, most = tl.maximum(least, -LARGEST_) + 0.0, tl.minimum(most, LARGEST_) + 0.0
     mid = most * 0.5 + least * 0.5
     extent = most - least
     if not FLOAT16:

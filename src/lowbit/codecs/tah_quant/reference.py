@@ -292,7 +292,8 @@ def _turned(x_RTE: Tensor, finite_RT: Tensor, geo: TAHGeometry, ratio: float) ->
 
 
 def _extremes(x_RTE: Tensor) -> tuple[Tensor, Tensor]:
-    return x_RTE.amin(-1).clamp(min=-LARGEST), x_RTE.amax(-1).clamp(max=LARGEST)
+    # Plus 0: which of two zeros with different signs is the smaller one differs by backend.
+    return x_RTE.amin(-1).clamp(min=-LARGEST) + 0.0, x_RTE.amax(-1).clamp(max=LARGEST) + 0.0
 
 
 def _keys(x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry) -> Tensor:

@@ -64,12 +64,13 @@ class TransformQuant(StatefulCodec):
     others leave of this message, and are already used to code it. In evaluation, they are then discarded. A message
     with NaN, Inf or magnitudes above 2^96, or with none of at least 2^-126, does not change the basis.
 
-    Every message carries its number, a digest of the directions of all messages before it, and one of its own. If one
-    is lost, repeated or out of order, if its directions changed on the way, or if its streams do not end exactly as
-    expected, the receiver raises an error, and its state and `out` do not change. Other changed bytes spoil tokens of
-    this message alone, unnoticed: the transport must protect them. On a GPU the host does not wait: a wrong message
-    decodes to NaN and does not change the directions, and a later message or `state_dict()` raises the error, once the
-    host has read the header.
+    Every training message carries its number, a digest of the directions of all messages before it, and one of its own.
+    If one is lost, repeated or out of order, if its directions changed on the way, or if its streams do not end exactly
+    as expected, the receiver raises an error, and its state and `out` do not change. Messages of evaluation have the
+    number of the next training message: nothing here tells two of them apart. Other changed bytes spoil tokens of this
+    message alone, unnoticed: the transport must protect them. On a GPU the host does not wait: a wrong message decodes
+    to NaN and does not change the directions, and a later message or `state_dict()` raises the error, once the host has
+    read the header.
 
     Payload, sections at multiples of 16 bytes, for R tokens and M new directions:
 
@@ -195,7 +196,7 @@ class TransformSession(Session):
 
     def observe(self, x: Tensor) -> Tensor | None:
         geo = self._geometry
-        if self._plain:
+        if self._plain or not x.numel():
             return None
         x_RC = x.detach().reshape(geo.rows, geo.channels)
         if geo.by_token:
@@ -212,7 +213,8 @@ class TransformSession(Session):
         memory, geo, device = self._memory, self._geometry, self._memory.directions.device
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
-        target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
+        own = payload.is_contiguous() and payload.data_ptr() % ALIGNMENT == 0
+        target = payload if own else payload.new_empty(payload.shape)
         target.zero_()  # also between sections
         with apart(device):
             x_RC = x.contiguous().view(geo.rows, geo.channels).float()

@@ -248,7 +248,7 @@ def sampled(rows: int, most: int, device: torch.device) -> Tensor:
     A regular stride would hit the same places of every sequence, such as only the first tokens.
     """
     run = -(-rows // most)
-    begin = torch.arange(0, rows, max(1, run))
+    begin = torch.arange(0, rows, max(1, run), device="cpu")
     place = begin + ((begin * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % max(1, run)
     return place.clamp(max=rows - 1).to(device)
 

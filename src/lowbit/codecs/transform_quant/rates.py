@@ -132,7 +132,7 @@ def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float |
     if not SMALLEST <= most < math.inf:
         return None
     seen_RC, x_RC = (x_RC[::2], x_RC[1::2]) if len(x_RC) > 1 else (x_RC, x_RC)
-    z_RC = coefficients(x_RC, leading(seen_RC, geo.directions, torch.tensor(1 / most)))
+    z_RC = coefficients(x_RC, leading(seen_RC, geo.directions, x_RC.new_tensor(1 / most)))
     level_C, token_R, _, level, _ = fitted(z_RC, geo)
     scale_RC = scales(level_C, token_R, int(level))[token_R < NAN]
     if not scale_RC.numel():
@@ -164,7 +164,7 @@ def bits_for_loss(x_RC: Tensor, gradient_RC: Tensor, nats: float, geo: Transform
     if not (SMALLEST <= most < math.inf and 0 < steepest < math.inf):
         return None
     halves = [(x_RC[::2], x_RC[1::2]), (x_RC[1::2], x_RC[::2])] if len(x_RC) > 1 else [(x_RC, x_RC)]
-    size = torch.tensor(1 / most)
+    size = x_RC.new_tensor(1 / most)
     z_RC = torch.cat([coefficients(coded, leading(seen, geo.directions, size)) for seen, coded in halves])
     felt_RC = torch.cat([gradient_RC[1::2], gradient_RC[::2]]) if len(x_RC) > 1 else gradient_RC
     level_C, token_R, norm_R, level, norm = fitted(z_RC, geo)

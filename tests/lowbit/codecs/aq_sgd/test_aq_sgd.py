@@ -96,3 +96,17 @@ def test_bad_input() -> None:
         (lambda: AQSGD().encode(x), ValueError, r"AQSGD keeps state between messages: use open\(\)"),
         (lambda: sender.load_state_dict({"5": few[:2]}), ValueError, r"state of sample 5 has shape \(2,\)"),
     )
+
+
+def test_sums_beyond_float16_saturate() -> None:
+    pair = tuple(AQSGD(inner=GroupInt(bits=2)).open(shape=(1, 64), dtype=torch.float16) for _ in range(2))
+    for _ in range(12):
+        x = (60000 * torch.randn(1, 64)).clamp(-65504, 65504).half()
+        assert crossed(pair, x, (0,)).isfinite().all()  # type: ignore[arg-type]
+
+
+def test_ids_in_a_tensor_are_those_of_a_list() -> None:
+    pair, x = ends(), torch.randn(SHAPE)
+    crossed(pair, x, torch.tensor([4, 9]))  # type: ignore[arg-type]
+    assert pair[0].nbytes() == 2 * CODED
+    assert pair[0].state_dict().keys() == {"4", "9"}

@@ -221,3 +221,35 @@ def test_shapes_and_payloads_that_do_not_fit_are_refused():
         ),
         (lambda: fit([ones], outliers=4), ValueError, "outliers is 4; allowed: 0 to 3"),
     )
+
+
+def test_a_feature_that_was_constant_does_not_set_the_gain_of_the_others() -> None:
+    """The mean of equal numbers is rounded, so that their distance from it is not zero."""
+    part = torch.randn(1000, 64)
+    part[:, 5] = 0.1
+    for means in (True, False):
+        codec = FeatureInt.fit([part, part], means=means)
+        assert float(codec.ranges[0, 5]) == pytest.approx(0.1)
+        later = torch.randn(64, 64)
+        later[:, 5] = 0.11
+        others = [i for i in range(64) if i != 5]
+        error = (codec.part(0).round_trip(later) - later)[:, others].square().mean() / later[:, others].square().mean()
+        assert error < 0.03
+    part[:, 5] += 1e-6 * torch.randn(1000)  # hardly varies
+    assert float(FeatureInt.fit([part, part]).ranges[0, 5]) > 0.03
+    assert float(FeatureInt.fit([part, part], gain="static").ranges[0, 5]) < 1e-5
+
+
+def test_sums_take_a_payload_of_each_rank() -> None:
+    codec, parts = made(2, 64, (3,), 1)
+    payloads = [codec.part(rank).encode(part) for rank, part in enumerate(parts)]
+    for wrong in (payloads[:1], payloads * 2, []):
+        with pytest.raises(ValueError, match="allowed: 2, one for each rank"):
+            codec.sum(wrong, out=torch.empty(1, 64))
+    for divisor, error in ((0, ValueError), (-2, ValueError), (0.5, TypeError)):
+        with pytest.raises(error, match="divisor is"):
+            GroupInt().sum([GroupInt().encode(parts[0])], out=torch.empty(1, 64), divisor=divisor)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="payloads are 0"):
+        GroupInt().sum([], out=torch.empty(1, 64))
+    with pytest.raises(ValueError, match="clip is None"):
+        codec.like(bits=4, clip=None)  # type: ignore[arg-type]

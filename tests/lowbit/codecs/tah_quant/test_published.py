@@ -95,3 +95,15 @@ def test_metadata_saturates_instead_of_overflowing() -> None:
     assert y.isfinite().all()
     assert y[0].abs().max() <= 65504 * 16
     assert not y[1].any(), "below FP16's smallest number"
+
+
+@VERSIONS
+def test_a_smallest_element_of_zero_has_the_same_bytes_on_all_backends(allocation: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 3, (40, 640), generator=g).float() * torch.rand(40, 640, generator=g)
+    x[(x == 0) & (torch.rand(40, 640, generator=g) < 0.5)] = -0.0
+    codec, payloads = TAHQuant.published(allocation=allocation), []
+    for backend in ("reference", "cpu"):
+        with kernels.backend(backend):
+            payloads.append(codec.encode(x))
+    assert torch.equal(*payloads)

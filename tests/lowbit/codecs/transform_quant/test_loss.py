@@ -100,3 +100,14 @@ def test_no_gradient_is_a_warning_and_the_rate_of_none(caplog: pytest.LogCapture
 def test_unusual_shapes_get_a_rate(shape: tuple[int, ...]) -> None:
     x, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     crossed(*ends(RateGoal(nats=0.01).choose(x, gradient), shape), x)
+
+
+def test_a_rate_does_not_depend_on_the_default_dtype() -> None:
+    torch.manual_seed(0)
+    x = 1e-6 * torch.randn(64, 4) @ torch.randn(4, 64)
+    expected = RateGoal().choose(x)
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert RateGoal().choose(x) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -296,3 +296,17 @@ def test_what_is_wrong_with_damaged_streams_is_said_and_scalars_of_any_size_harm
             layout.section(damaged, "scalars", torch.int32)[scalar] = value
             with contextlib.suppress(ValueError):
                 decode(damaged)
+
+
+def test_bytes_between_those_of_a_strided_payload_stay() -> None:
+    x = torch.randn(64, 64)
+    own, other = (TransformQuant().open(shape=(64, 64), dtype=torch.float32) for _ in range(2))
+    around = torch.full((2 * own.nbytes(),), 7, dtype=torch.uint8)
+    own.encode(x, out=around[::2])
+    assert torch.equal(around[::2], other.encode(x))
+    assert (around[1::2] == 7).all()
+
+
+def test_no_gradients_are_observed_in_an_empty_batch() -> None:
+    session = TransformQuant(bits=3, step="message").open(shape=(0, 64), dtype=torch.float32)
+    assert session.observe(torch.zeros(0, 64)) is None
