@@ -11,6 +11,7 @@ written as runs finish; a repeated call skips them.
 import dataclasses
 import hashlib
 import logging
+import math
 import operator
 import statistics
 import sysconfig
@@ -243,8 +244,9 @@ def train_all(
 
 
 def summarized(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for each regime and boundary: means over the seeds.
+    """Return a row for each regime and boundary: means over the seeds, if all have a finite loss.
 
+    Seeds without a run of fp32 do not count where others have one. `diverged`: seeds without a finite loss.
     `over_fp32_spread` is the sample standard deviation of the differences from fp32. It is smaller than that of the
     losses, because a seed that is easy for one format is easy for all.
     """
@@ -254,10 +256,13 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
     result = []
     for (regime, boundary), group in groups.items():
         names = ("loss", "bits_forward", "bits_backward", "state_bytes")
-        row = {"regime": regime, "boundary": pair_name(boundary), "seeds": len(group)}
-        row |= {name: statistics.fmean(each[name] for each in group) for name in names}
+        diverged = sum(each["loss"] is None or not math.isfinite(each["loss"]) for each in group)
+        group = group if diverged else [each for each in group if each.get("over_fp32") is not None] or group
+        row = {"regime": regime, "boundary": pair_name(boundary), "seeds": len(group), "diverged": diverged}
+        row |= {name: statistics.fmean(each[name] for each in group) for name in names[diverged > 0 :]}
+        row = {**row, "loss": None if diverged else row["loss"]}
         for name in ("over_fp32_codecs", "over_fp32"):
-            over = [each[name] for each in group if each.get(name) is not None]
+            over = [each[name] for each in group if each.get(name) is not None] if not diverged else []
             row[name] = statistics.fmean(over) if over else None
             row[f"{name}_spread"] = statistics.stdev(over) if len(over) > 1 else None
         row |= {"lowest": min(over, default=None), "highest": max(over, default=None)}
@@ -268,7 +273,7 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
 
 def _finding(rows: Sequence[Row]) -> str:
     """State what the recommended format costs, compared with the published one, in the first regime."""
-    rows = [row for row in rows if row["regime"] == rows[0]["regime"]]
+    rows = [row for row in rows if row["regime"] == rows[0]["regime"] and row["over_fp32"] is not None]
     rivals = [row for row in rows if family(row["boundary"]) == "tah-quant-published"]
     shown = [row for row in (recommended(rows, "boundary"), *rivals[:1]) if row]
     texts = [f"{title_of(row['boundary'])}: {_cost(row)} in {row['bits_total']:.1f} bits" for row in shown]
@@ -313,7 +318,7 @@ COMMAND = Command(
                 Column("±", "over_fp32_spread", "{:.4f}"),
                 Column("with\ncodecs", "over_fp32_codecs", "{:+.4f}"),
                 Column("±", "over_fp32_codecs_spread", "{:.4f}"),
-                Column("seeds", "seeds"),
+                Column("seeds", lambda row: f"{row['seeds']}" + (f", {d} diverged" if (d := row["diverged"]) else "")),
                 Column("state\nMB", lambda row: row["state_bytes"] / 1e6, "{:.1f}"),
             ],
         )

@@ -8,7 +8,7 @@ overlap gains; and with the formats that `forward = "auto"` chooses, which shows
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ BASELINE = Baseline(
     field="speedup_stock_fp32", value="tokens_per_second", to={"boundary": "stock-fp32"}, alike=("link",)
 )  # fmt: skip
 TABLE = Table(
-    title="The same time, side by side",
+    title="The same time, side by side; speeds are of the median step, with auto's once it has chosen",
     gap="link",
     columns=[
         LINK,
@@ -110,13 +110,13 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
                 def show_step(
                     metrics: Mapping[str, Any], name: str = names[link, boundary], passed: list[float] = passed
                 ) -> None:
-                    passed.append(passed[-1] + metrics["seconds"])
+                    passed.append(metrics["passed"])
                     if whole := round(passed[-1]) - round(passed[-2]):
                         advance(name, f"loss {metrics['loss']:.2f}, {metrics['tokens_per_second']:,.0f} tok/s", whole)
 
                 config = recipe(link, boundary, output)
                 ranks.ask("train", **order(config, boundary), seconds=SECONDS, on_progress=show_step)
-                rows.append({"boundary": boundary, "title": title, **about, **outcome(Path(config.run.output))})
+                rows.append({"boundary": boundary, "title": title, **about, **outcome(Path(config.run.output), passed)})
     RunFolder(output).note(*FILES)
     rows = compare(rows, [BASELINE])
     report = Report(command="demo", settings={"links": [*map(str, links)]}, machine=machine(), rows=rows)
@@ -190,12 +190,13 @@ def recipe(link: Link, boundary: str, output: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def outcome(folder: Path) -> dict[str, Any]:
-    """Return what a run has reached, from the files that it wrote."""
+def outcome(folder: Path, passed: Sequence[float]) -> dict[str, Any]:
+    """Return what a run has reached, from the files that it wrote; `passed`: seconds from 0 to the end of each step."""
     summary, metrics = read_summary(folder / "summary.json"), read_metrics(folder / "metrics.jsonl")
-    names = "steps tokens_per_second bits_forward bits_backward bytes_per_step seconds"
-    row = {name: getattr(summary, name) for name in names.split()}
-    points = curve(metrics)
+    names = "steps tokens_per_second bits_forward bits_backward bytes_per_step"
+    row: dict[str, Any] = {"seconds": passed[-1]} | {name: getattr(summary, name) for name in names.split()}
+    lasted = [after - before for before, after in pairwise(passed)]
+    points = curve([{"loss": step["loss"], "seconds": own} for step, own in zip(metrics, lasted, strict=True)])
     formats = summary.formats[-1]["formats"] if summary.formats else []
     return row | {"formats": formats, "loss": points[-1][1], "curve": points}
 

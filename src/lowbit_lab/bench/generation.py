@@ -12,7 +12,16 @@ from typing import Annotated, Any, Literal
 
 from lowbit.codecs import Codec, parse
 from lowbit.tensor_parallel.reduce import check_codec
-from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, half_range, link_name, on_slowest_link
+from lowbit_lab.bench.settings import (
+    LINK,
+    EachOnce,
+    Links,
+    Names,
+    check_constant,
+    half_range,
+    link_name,
+    on_slowest_link,
+)
 from lowbit_lab.bench.sums import Phase, Taken, take_turns
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Bars
@@ -91,6 +100,7 @@ class GenerationBenchmark:
     """Seed of random weights and prompts."""
 
     def __post_init__(self) -> None:
+        check_constant("links", self.links)
         if self.layers < 2 and self.layouts != ("tensor",):
             raise ConfigError(f"layers is {self.layers}; allowed: at least 2, one for each stage")
         if self.tokens < 2:

@@ -20,7 +20,16 @@ from lowbit.collectives.calls import payload_bytes, queue_of
 from lowbit.collectives.reduce import check_summable
 from lowbit.gradients import GradientStorage, all_reduce_hook
 from lowbit.wire.pytorch import default_group
-from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, Names, link_name, on_slowest_link
+from lowbit_lab.bench.settings import (
+    LINK,
+    AtLeastTwo,
+    EachOnce,
+    Links,
+    Names,
+    check_constant,
+    link_name,
+    on_slowest_link,
+)
 from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, error_of_sum, take_turns, timed
 from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
 from lowbit_lab.charts import Bars
@@ -79,6 +88,7 @@ class GradientsBenchmark:
     """All-reduce algorithm of codecs."""
 
     def __post_init__(self) -> None:
+        check_constant("links", self.links)
         if self.numel % MATRIX**2:
             raise ConfigError(f"numel is {self.numel}; allowed: multiples of {MATRIX**2}")
         for name in set(self.formats) - set(ENGINE):

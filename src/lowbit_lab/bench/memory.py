@@ -126,7 +126,7 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
     rows = list(earlier)
     yield rows
     if settings.depths:
-        known = {row.get("layers") for row in rows}
+        known = {row.get("layers") for row in rows if row["sequence"] == settings.sequences[0]}
         if missing := [layers for layers in settings.depths if layers not in known]:
             with Workers("lowbit_lab.bench.memory_run") as process:
                 process.ask("depths", settings=dataclasses.asdict(settings))
@@ -134,11 +134,12 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
                     rows.extend(process.ask("depth", layers=layers)[0])
                     yield rows
         return
-    known = {(row["method"], row["sequence"]) for row in rows}
+    known = {(row["method"], row["sequence"]) for row in _whole_steps(rows)}
     for sequence, method in itertools.product(settings.sequences, methods):
         if (method, sequence) not in known:
             rows.append(_measured(settings, method, sequence))
-            rows.sort(key=lambda row: (row["sequence"], METHODS.index(row["method"])))
+            whole = sorted(_whole_steps(rows), key=lambda row: (row["sequence"], METHODS.index(row["method"])))
+            rows = [*whole, *(row for row in rows if "layers" in row)]
             yield rows
 
 

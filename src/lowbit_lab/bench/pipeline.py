@@ -38,6 +38,7 @@ from lowbit_lab.bench.settings import (
     EachOnce,
     Links,
     Names,
+    check_constant,
     formats_of,
     half_range,
     link_name,
@@ -106,6 +107,7 @@ class PipelineBenchmark:
     """Seed of weights and data order."""
 
     def __post_init__(self) -> None:
+        check_constant("links", self.links)
         if len(set(self.splits)) < len(self.splits):
             raise ConfigError(f"splits is {', '.join(map(str, self.splits))}; allowed: each once")
         if self.compute.seconds:  # stages then only wait
@@ -146,12 +148,13 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
         `speedup_best_stock_fp32` (PyTorch's own stage with the split that suits it best), `share_of_unlimited` (of the
         fastest on the unlimited link), `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways),
         `seconds_per_step`, `compute_seconds`, `codec_seconds` (including `checksum_seconds`), `wait_seconds` (of a
-        step, mean over ranks), `loss` (of the last step; all boundaries of a link have done the same steps),
-        `state_bytes` (kept between steps, all ranks), `steps`, `evaluation_seconds` (None without evaluations),
-        `codec_mbit` (a link that one rank's codec can just keep busy; None for PyTorch's own stage), `turns` (tokens
-        per second of each), `chosen` (the formats of "auto"). With `compute`, `loss` is None. For "auto", `over_fixed`:
-        the median over turns of its speed relative to the fixed format that is fastest on this link, and the 95 %
-        interval of that median, `over_fixed_low` and `_high` (from 6 turns on).
+        step, mean over ranks), `loss` (of the last step; all boundaries of a link have done the same steps, but "auto",
+        which begins anew on each link and has None), `state_bytes` (kept between steps, all ranks), `steps`,
+        `evaluation_seconds` (None without evaluations), `codec_mbit` (a link that one rank's codec can just keep busy;
+        None for PyTorch's own stage), `turns` (tokens per second of each), `chosen` (the formats of "auto"). With
+        `compute`, `loss` is None. For "auto", `over_fixed`: the median over turns of its speed relative to the fixed
+        format that is fastest on this link, and the 95 % interval of that median, `over_fixed_low` and `_high` (from 6
+        turns on).
     """
     with tempfile.TemporaryDirectory() as folder:
 
@@ -202,7 +205,7 @@ def row_of(one: Taken, backward: str, *, trained: bool) -> dict[str, Any]:
         **{name: median(name) for name in MEDIANS},
         # The rate of a link that carries these bytes as fast as a rank's codec makes them and reads others.
         "codec_mbit": 8e-6 * median("bytes_sent") / one.ranks / codec if (codec := median("codec_seconds")) else None,
-        "loss": steps[-1]["loss"] if trained else None,
+        "loss": steps[-1]["loss"] if trained and boundary != AUTO else None,
         "steps": len(steps),
         "evaluation_seconds": statistics.median(evaluations) if evaluations else None,
         "state_bytes": sum(answer["state_bytes"] for answer in one.turns[-1]),

@@ -168,6 +168,7 @@ class Runs:
         self._devices: dict[str, Device] = {}
         self._recordings: dict[str, Recording] = {}
         self._choosing: dict[str, Run] = {}  # whose formats are "auto"
+        self._evaluated: set[str] = set()
 
     def open(
         self, name: str, config: dict[str, Any], stock: bool, samples: int, connections: int = 1, compute: float = 0.0
@@ -230,8 +231,14 @@ class Runs:
         return done
 
     def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
-        """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""
+        """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again.
+
+        Nor is a run's first evaluation.
+        """
         choices = self._choosing[name].observers.choices if name in self._choosing else []
+        if evaluate and name not in self._evaluated:
+            self.evaluate(name)
+            self._evaluated.add(name)
         return {
             "steps": self.steps(name, 1 + count)[1:],
             "evaluation": self.evaluate(name) if evaluate else None,
@@ -258,14 +265,18 @@ class Runs:
         return sum(stage.state_bytes() for stage in stages if isinstance(stage, LowBitStage))
 
     def train(self, config: dict[str, Any], stock: bool, seconds: float = math.inf) -> None:
-        """Run a training and write its files as `lowbit train` does, for about `seconds`; rank 0 reports steps."""
-        run, passed = Run(_trainer(config, stock)), 0.0
+        """Run a training and write its files as `lowbit train` does, for about `seconds`; rank 0 reports steps.
+
+        The seconds that it reports are the clock's since the first step began: "auto" looks at links between steps.
+        """
+        run, passed, begin = Run(_trainer(config, stock)), 0.0, 0.0
 
         def report(metrics: StepMetrics) -> bool:
-            nonlocal passed
-            passed += metrics.seconds
+            nonlocal passed, begin
+            begin = begin or time.perf_counter() - metrics.seconds
+            passed = time.perf_counter() - begin
             if dist.get_rank() == 0:
-                report_progress(dataclasses.asdict(metrics))
+                report_progress({**dataclasses.asdict(metrics), "passed": passed})
             enough = passed + metrics.seconds / 2 > seconds  # the next step would end farther from it than this one
             return gather_json(enough, run.members.side)[0]
 

@@ -236,7 +236,9 @@ def _points(rows: Sequence[Row]) -> list[Row]:
     for (direction, name, bits), group in sorted(groups.items(), key=lambda item: item[0][2]):
         alone = len(group) < boundaries
         about = {"direction": direction, "series": name, "bits_per_element": bits, "alone": alone}
-        heights = [row["decibels"] for row in group]
+        heights = [height for row in group if (height := row["decibels"]) is not None]  # exact formats have no error
+        if not heights:
+            continue
         points += [{**about, "decibels": height} for height in (heights if alone else [statistics.fmean(heights)])]
     for direction in DIRECTIONS:
         heights = [p["decibels"] for p in points if p["direction"] == direction and math.isfinite(p["decibels"])]

@@ -17,7 +17,7 @@ from lowbit.tensor_parallel.plan import is_cut_by_input
 from lowbit.tensor_parallel.reduce import Choice, SumSample, measured, sum_over_ranks
 from lowbit.tensor_parallel.rowwise import local
 from lowbit.wire.pytorch import default_group
-from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, link_name
+from lowbit_lab.bench.settings import LINK, AtLeastTwo, EachOnce, Links, check_constant, link_name
 from lowbit_lab.bench.sums import Phase, Taken, error_of_sum, take_turns, timed
 from lowbit_lab.bench.workers import UNLIMITED, Workers, serve
 from lowbit_lab.charts import Lines
@@ -64,6 +64,7 @@ class TensorParallelBenchmark:
     """Model that reads the prompt. Each layer has two sums of prefill x dim elements."""
 
     def __post_init__(self) -> None:
+        check_constant("links", self.links)
         for name in ("heads", "ffn") if self.prefill and not self.model.pretrained else ():
             value = getattr(self.model, name)
             if any(value % count for count in self.ranks):

@@ -193,17 +193,21 @@ def _chart(chart: Chart, rows: Sequence[Row], missing: list[str]) -> Iterator[Pa
 
 
 def _speed_by_link(rows: Sequence[Row]) -> Part | None:
-    """Draw tokens per second over the rate of the link, if rows have several rates."""
+    """Draw tokens per second over the rate of the link, if rows have several rates and differ in little else."""
     rated = [row for row in rows if row.get("tokens_per_second") and row.get("link_mbit")]
     if len({row["link_mbit"] for row in rated}) < 2:
         return None
-    fields = [f for f in ("boundary", "format", "split", "link_rtt_ms") if len(distinct(rated, f)) > 1]
+    known = ("boundary", "format", "split", "ranks", "connections", "link_rtt_ms")
+    fields = [field for field in known if len(distinct(rated, field)) > 1]
+    units = {"ranks": "ranks", "connections": "connections", "link_rtt_ms": "ms"}
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rated, key=lambda row: row["link_mbit"]):
         name = ", ".join(
-            f"{row[f]:g} ms" if f == "link_rtt_ms" else str(row[f]) for f in fields if row.get(f) is not None
+            f"{row[f]:g} {units[f]}" if f in units else str(row[f]) for f in fields if row.get(f) is not None
         )
         curves.setdefault(name or "speed", []).append((row["link_mbit"], row["tokens_per_second"]))
+    if any(len({rate for rate, _ in curve}) < len(curve) for curve in curves.values()):
+        return None  # links differ in more than their rate, such as loss
     palettes = [Palette(theme) for theme in THEMES.values()]
     colors = {name: (palettes[0][name], palettes[1][name]) for name in curves}
     chart = lines(curves, x="link, Mbit/s", y="tokens per second", log_x=True, markers=True, colors=colors)

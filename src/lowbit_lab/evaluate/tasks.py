@@ -21,6 +21,7 @@ from lowbit_lab.evaluate.questions import Question, read_questions
 from lowbit_lab.evaluate.settings import EvaluationConfig
 from lowbit_run.config import ConfigError
 from lowbit_run.job.process_group import world
+from lowbit_run.train.pretrained import encode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,8 +118,8 @@ def _chosen(values: Sequence[float]) -> int:
 def _choice(tokenizer: Any, context: str, ending: str, length: int, where: str) -> Choice:
     """Encode a choice; spaces at the end of the context count to the ending, so that tokens are split as usual."""
     spaces = len(context) - len(context.rstrip())
-    start = len(tokenizer.encode(context[: len(context) - spaces]))
-    tokens = tokenizer.encode(context + ending)
+    start = len(encode_prompt(tokenizer, context[: len(context) - spaces]))  # without what some put behind a text
+    tokens = encode_prompt(tokenizer, context + ending)
     targets = tokens[start:]
     if not 0 < len(targets) <= length:
         raise ConfigError(f"{where} has a choice of {len(targets)} tokens; allowed: 1 to {length} (length)")

@@ -66,8 +66,9 @@ class Line:
         self._rates = order["rates"]
         self._delay, self._jitter = order["delay"], order["jitter"]
         self._queue, self._reorder, self._burst = order["queue"], order["reorder"], order["burst"]
-        # Of all packets, `loss` are lost: a burst begins at each other packet with this probability.
-        self._loss = order["loss"] / (1 - order["loss"]) / self._burst
+        # Of all packets, `loss` are lost: independently, or a burst begins at each other packet with this probability.
+        loss = order["loss"]
+        self._loss = loss if self._burst == 1 else loss / (1 - loss) / self._burst
         self._in_burst: set[tuple[int, int]] = set()  # paths whose last packet was lost
         hosts = range(len(self.tuns))
         self._chance = {path: random.Random(repr(path)) for path in itertools.product(hosts, hosts)}

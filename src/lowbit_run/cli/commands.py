@@ -336,6 +336,10 @@ class Doctor:
         printed = options.get("json") == "-"
         file = Path(options["json"]) if options.get("json") and not printed else None
         check_output(file)
+        if file and settings.output and file.resolve() == Path(settings.output).resolve():
+            raise ValueError(f"--json and output are both {file}; allowed: two files")
+        if file and file.exists():
+            Report.read_json(file, command=COMMAND.name)  # another file is not replaced
         rows, writes = examine(settings)
         report = Report(command=COMMAND.name, settings=settings, machine=machine(), rows=rows)
         ending = write_output(settings, rows) if writes else ""
@@ -445,7 +449,7 @@ def write(paths: Sequence[Path], output: Path | None = None) -> Path:
         page = measured.results_page(results, problems)
         place = next(iter(results)).with_suffix(".html") if len(paths) == 1 else _COMPARISON
     write_page(page, output or place)
-    if output is None and place.name == training.PAGE:
+    if output is None and runs and place.name == training.PAGE:
         from lowbit_run.train.folder import RunFolder
 
         RunFolder(place.parent).note(training.PAGE)

@@ -67,22 +67,24 @@ def range_of(hint: Any) -> str:
     return " and ".join(f"{_BOUNDS[name]} {limit}" for name, limit in _limits(hint))
 
 
-def read(text: str, hint: Any) -> Any:
+def read(text: str, hint: Any, *, quotes: bool = False) -> Any:
     """Parse text as TOML; return the text itself if it is not TOML, or if the annotation takes text.
 
     A list is TOML's or separated by commas; commas within parentheses belong to an element, as in
-    "int4,GroupInt(bits=6, group=32)".
+    "int4,GroupInt(bits=6, group=32)". `quotes`: text may be in TOML's quotes, as elements of a list may.
     """
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         value = str(text)
     if (element := element_of(hint)) is not None:
-        return value if isinstance(value, list) else [read(part, element) for part in _split(text)]
+        return value if isinstance(value, list) else [read(part, element, quotes=True) for part in _split(text)]
     kinds = union_of(hint)
     texts = any(kind is str or hasattr(kind, "parse") for kind in kinds)
     number = type(value) in (int, float) and float in kinds and not texts
-    if isinstance(value, str) or number or (type(value) in kinds and type(value) is not float):
+    if isinstance(value, str):
+        return str(text) if str in kinds and not quotes else value
+    if number or (type(value) in kinds and type(value) is not float):
         return value
     choices = {choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)}
     return str(text) if texts or any(isinstance(choice, str) for choice in choices) else value
@@ -359,8 +361,8 @@ def _lines(config: Any, settings: Mapping[str, Setting], prefix: str, meanings: 
             continue
         value = getattr(config, setting.name)
         if meanings:
-            changed = setting.default not in (value, None, dataclasses.MISSING)
-            yield from _comment(setting.explained(f"default: {in_toml(setting.default)}" if changed else ""))
+            differs = setting.default not in (value, None, dataclasses.MISSING)
+            yield from _comment(setting.explained(f"default: {in_toml(setting.default)}" if differs else ""))
         if value is not None:
             yield f"{setting.name} = {in_toml(value)}"
         elif meanings:

@@ -8,6 +8,7 @@ from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
 
+from lowbit.wire.agreement import listed
 from lowbit.wire.checksum import SECRET
 from lowbit.wire.connections import ADVICE, FASTER
 from lowbit_run.config.edited import check_written, write_unless_changed
@@ -17,6 +18,7 @@ from lowbit_run.doctor.settings import DoctorSettings, check_place
 from lowbit_run.doctor.survey import OPEN, WORDS, MachineSurvey, Measured, SurveyedMachine, take
 from lowbit_run.plan.cluster import Cluster
 from lowbit_run.report import Column, Command, Row, Table, check_output
+from lowbit_run.train.fits import PROCESS_BYTES
 
 _CLOCK_MS = 1000.0
 _SLOW_DIRECTION = 3.0  # times the other one
@@ -369,17 +371,20 @@ def write_output(settings: DoctorSettings, rows: Sequence[Row]) -> str:
         return ""
     machines = [row for row in rows if row["kind"] == "machine" and (row["layer_seconds"] or row["tflops"])]
     names = {machine["name"] for machine in machines}
-    links = [
-        row for row in rows
-        if row["kind"] == "link" and row["mbit"] and row["back_mbit"] and {row["first"], row["second"]} <= names
-    ]  # fmt: skip
+    whole = [row for row in rows if row["kind"] == "link" and row["mbit"] and row["back_mbit"]]
+    links = [row for row in whole if {row["first"], row["second"]} <= names]
     if not machines:
         return f"{settings.output} was not written: the speed of no machine is known."
+    left_out = [row["name"] for row in rows if row["kind"] == "machine" and row["name"] not in names]
+    left_out += [
+        f"the link of {row['first']} and {row['second']}" for row in rows if row["kind"] == "link" and row not in whole
+    ]
     text = "".join(map(_table, (*machines, *links)))
     Cluster.from_mapping(tomllib.loads(text))
     write_unless_changed(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
     recipe = f" --recipe {settings.recipe}" if settings.recipe else ""
-    return f"{settings.output} has the machines and links: lowbit plan pipeline {settings.output}{recipe}"
+    without = f", but not {listed(left_out)}, which could not be measured" if left_out else ""
+    return f"{settings.output} has the machines and links{without}: lowbit plan pipeline {settings.output}{recipe}"
 
 
 def _table(row: Row) -> str:
@@ -387,7 +392,8 @@ def _table(row: Row) -> str:
         values, names = {"between": (row["first"], row["second"])}, ("mbit", "back_mbit", "rtt_ms")
     else:
         values = {"name": row["name"], "address": row["address"], "cores": max(1, row["cores"]), "gpus": row["gpus"]}
-        values["memory"] = f"{row['memory_bytes'] / 1e9:.1f}gb" if row["memory_bytes"] >= 1e8 else ""
+        rest = row["memory_bytes"] - PROCESS_BYTES["cuda" if row["gpus"] else "cpu"]  # what a plan may use
+        values["memory"] = f"{rest / 1e9:.1f}gb" if rest >= 1e8 else ""
         names = ("layer_seconds", "layer_tokens", "layer_overhead", "tflops", "optimizer_ns", "coding")
     values |= {name: float(f"{row[name]:.4g}") if isinstance(row[name], float) else row[name] for name in names}
     lines = [f"{name} = {in_toml(value)}" for name, value in values.items() if value not in (None, "", 0, ())]

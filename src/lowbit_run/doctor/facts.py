@@ -198,7 +198,9 @@ def facts(settings: DoctorSettings) -> Facts:
     weights, needs = "", tuple[float, ...]()
     if settings.recipe and not problem:
         try:
-            weights, needs = _needs(config, settings.count, torch.device("cuda" if gpu else "cpu"))
+            alone = not (gpu and torch.cuda.device_count() > 1) and config.ranks <= settings.count
+            device = torch.device("cuda" if gpu else "cpu")
+            weights, needs = _needs(config, settings.count, device) if alone else ("", ())
         except (ValueError, OSError) as error:
             problem = " ".join(str(error).split())
     address, meet_address = address_towards(host), _resolved(host)
@@ -224,7 +226,7 @@ def facts(settings: DoctorSettings) -> Facts:
 
 
 def _needs(config: TrainConfig, ranks: int, device: torch.device) -> tuple[str, tuple[float, ...]]:
-    """The format of a run's weights, and the memory of each of its ranks, where every machine has one."""
+    """The format of a run's weights, and the memory of each of its ranks, of which every machine has one."""
     pipelines, model = config.pipeline.data_parallel, config.model
     if ranks % pipelines:
         return "", ()  # machines with several ranks

@@ -1,6 +1,6 @@
 """`lowbit plan pipeline`: chooses stages, schedule and formats for a cluster, and predicts the speed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -70,8 +70,9 @@ class PipelinePlanSettings:
     """Candidate numbers of stages on each rank."""
     microbatch_counts: tuple[Positive, ...] = ()
     """Candidate numbers of micro-batches. If omitted, all up to 64 that divide the batch."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of matrix products, which determines the memory of saved activations."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Data type of matrix products, which determines the memory of saved activations; `output` has it, too. auto: that
+    of `run.precision`, and if that is auto, bf16 if all machines have GPUs, otherwise fp32."""
     model: ModelConfig = ModelConfig()
     """The model to train. With `model.pretrained`, a folder with Hugging Face's config.json is enough."""
     lora: LoraConfig = LoraConfig()
@@ -103,11 +104,31 @@ class PipelinePlanSettings:
         each = self.data.batch * self.data.sequence
         return -(-self.tokens // each) if self.tokens else self.run.steps
 
+    def check_given(self, typed: Iterable[str]) -> None:
+        """Refuse options that the recipe decides, also if they equal the default."""
+        for key in typed:
+            if self.recipe and key.partition(".")[0] in _OF_RECIPE:
+                raise ConfigError(f"{key} is given, and recipe is {shown(self.recipe)}; allowed: one of them")
+
+
+def _resolved(settings: PipelinePlanSettings, cluster: Cluster) -> PipelinePlanSettings:
+    """Take the recipe's settings, and one precision for the plan and its output."""
+    settings = _with_recipe(settings) if settings.recipe else settings
+    wanted, own = settings.precision, settings.run.precision
+    if "auto" not in (wanted, own) and wanted != own:
+        raise ConfigError(f"precision is {wanted}, and run.precision {own}; allowed: one of them")
+    chosen = "bf16" if all(machine.gpus for machine in cluster.of_ranks) else "fp32"
+    precision = next((each for each in (wanted, own) if each != "auto"), chosen)
+    return replace(settings, precision=precision, run=replace(settings.run, precision=precision))
+
 
 def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:
-    if not settings.recipe:
-        return settings
     base = settings.base
+    if base.elastic.lighthouse:
+        raise ConfigError(
+            f"recipe is {shown(settings.recipe)}, with elastic.lighthouse {shown(base.elastic.lighthouse)}; "
+            "allowed: none, since a plan leaves out what replicas send each other"
+        )
     for name in _OF_RECIPE:
         if getattr(settings, name) != PipelinePlanSettings.__dataclass_fields__[name].default:
             raise ConfigError(f"{name} is given, and recipe is {shown(settings.recipe)}; allowed: one of them")
@@ -116,8 +137,7 @@ def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:
             f"recipe is {shown(settings.recipe)}, with pipeline.data_parallel {base.pipeline.data_parallel}; "
             "allowed: 1, since a plan is of one pipeline over all machines"
         )
-    precision = settings.precision if base.run.precision == "auto" else base.run.precision
-    return replace(settings, precision=precision, **{name: getattr(base, name) for name in _OF_RECIPE})
+    return replace(settings, **{name: getattr(base, name) for name in _OF_RECIPE})
 
 
 def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
@@ -135,11 +155,11 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     Raises:
         ConfigError: a cluster that contradicts itself, or on which the model cannot be trained.
     """
-    settings = _with_recipe(settings)
+    cluster = Cluster.read(settings.cluster)
+    settings = _resolved(settings, cluster)
     if settings.output:
         check_output(Path(settings.output))
         check_written(settings.output, _PROGRAM, overwrite=settings.overwrite)
-    cluster = Cluster.read(settings.cluster)
     vocab = vocabulary_of(settings.model, settings.data.tokenizer)
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
     config = settings.trained(replace(settings.base.pipeline, data_parallel=1, layers=(), microbatches=1))

@@ -130,8 +130,14 @@ class Predictor:
             (forward.bits_per_element(shape), backward.bits_per_element(shape))
             for forward, backward in map(parse_pair, _every(choice.formats, layout.stages - 1))
         )
-        tied_bytes = 2 * self._step_rows() if self._followed(layout) else 0
-        step = self._step(choice, layout)
+        network = self._network(layout)
+        step, tied_bytes = self._step(choice, layout, network), 0
+        if self._followed(layout):
+            tied_bytes, busy = 2 * self._step_rows(), step.busy.copy()
+            first, last = layout.rank_of(0), layout.rank_of(layout.stages - 1)
+            for channel in (network.routes[first, last], network.routes[last, first]):
+                busy[channel] += self._step_rows() / network.channels[channel].bytes_per_second
+            step = replace(step, busy=busy)
         return Prediction(choice=choice, step=step, memory=memory, bits=bits, tied_bytes=tied_bytes)
 
     def bytes_outside_steps(self, choice: PipelineChoice, evaluations: int, *, batches: int, saved: bool) -> float:
@@ -174,7 +180,7 @@ class Predictor:
     def _shape(self, choice: PipelineChoice) -> tuple[int, int, int]:
         return self.rows(choice), self.sequence, self.sizes.width
 
-    def _step(self, choice: PipelineChoice, layout: PipelineLayout) -> Step:
+    def _step(self, choice: PipelineChoice, layout: PipelineLayout, network: Network) -> Step:
         machines = self.machines
         tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
         ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
@@ -194,7 +200,7 @@ class Predictor:
             self._schedule(choice, layout)[0],
             [count * self.layer_seconds(machines[rank], tokens) for count, rank in zip(layers, ranks, strict=True)],
             ranks,
-            self._network(layout),
+            network,
             formats=_every(choice.formats, layout.stages - 1),
             sizes=functools.cache(nbytes),
             coding=functools.cache(coding),
@@ -214,6 +220,8 @@ class Predictor:
         known: dict[object, int] = {}
         routes: dict[tuple[int, int], int] = {}
         pairs = {(layout.rank_of(s), layout.rank_of(s + 1)) for s in range(layout.stages - 1)}
+        if self._followed(layout):
+            pairs.add((layout.rank_of(0), layout.rank_of(layout.stages - 1)))
         for a, b in sorted({*pairs, *((b, a) for a, b in pairs)}):
             if a == b:
                 continue

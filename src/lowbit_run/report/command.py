@@ -329,7 +329,7 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
     """Read the rows of an earlier call with the same settings; none if the file does not exist.
 
     Raises:
-        ValueError: the file holds no report of this command, or rows of other settings.
+        ValueError: the file holds no report of this command, or rows of other settings or of another machine.
     """
     if not file.exists():
         return []
@@ -339,6 +339,13 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
         if name.partition(".")[0] not in command.free and before.get(name) != value:
             raise ValueError(
                 f"{file} holds rows with {name} {before.get(name)!r}; this call has {value!r}: name another file"
+            )
+    here = to_json(machine())
+    for name in here.keys() - {"date"}:
+        if earlier.rows and name in earlier.machine and earlier.machine[name] != here[name]:
+            raise ValueError(
+                f"{file} holds rows with {name} {earlier.machine[name]!r} of the machine; here it is {here[name]!r}: "
+                "name another file"
             )
     return list(earlier.rows)
 

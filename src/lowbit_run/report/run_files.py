@@ -113,7 +113,9 @@ def _lines(data: bytearray, name: str, problems: list[str]) -> list[dict[str, An
     for line in data.split(b"\n")[:-1]:
         try:
             values = json.loads(line)
-            by_step[int(values["step"])] = values
+            if type(values["step"]) is not int:
+                raise ValueError("a step is no integer")
+            by_step[values["step"]] = values
         except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
             bad += 1
     if bad:

@@ -92,7 +92,9 @@ def _subtitle(run: RunFiles) -> str:
     try:
         pipeline, model = run.config["pipeline"], run.config["model"]
         name = model.get("pretrained") or f"{model['family']}, {model['layers']} layers, width {model['dim']}"
-        where = f"{pipeline['schedule']} on {pipeline['ranks']} ranks"
+        pipelines = f"{pipeline['data_parallel']} x " if pipeline.get("data_parallel", 1) > 1 else ""
+        # The configured number does not count where the environment decides.
+        where = f"{pipeline['schedule']} on {pipelines}{run.summary.get('ranks', pipeline['ranks'])} ranks"
         return f"{run.folder} · {name} · {where} · {shown(pipeline['forward'])}"
     except (KeyError, TypeError, AttributeError):  # a file that is missing, or that lowbit did not write
         return str(run.folder)

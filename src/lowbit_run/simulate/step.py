@@ -240,7 +240,8 @@ class Step:
 
     Attributes:
         seconds: from the end of one step to the end of the next.
-        compute, coding, finish: float64 (R,): seconds of each rank; `finish` is its optimizer and what it averages.
+        compute, coding, finish: float64 (R,): seconds of each rank's own work; `finish` is its optimizer, and `coding`
+            is 0 where it overlaps with computing.
         busy: float64, seconds that each channel was occupied. nbytes: bytes that each carried.
         timeline: of actions and messages.
     """
@@ -255,7 +256,7 @@ class Step:
 
     @property
     def waiting(self) -> Floats:
-        """float64 (R,): seconds in which a rank does nothing."""
+        """float64 (R,): seconds in which a rank does nothing, as it waits for messages and averages."""
         return np.maximum(0.0, self.seconds - self.compute - self.coding - self.finish)
 
     @property
@@ -360,8 +361,8 @@ def simulate(
     return Step(
         seconds=max(program[-1].end for program in whole),
         compute=np.bincount(actions.rank, compute, ranks).astype(np.float64),
-        coding=np.bincount(actions.rank, decode + encode, ranks).astype(np.float64),
-        finish=before + after,
+        coding=np.bincount(actions.rank, none if overlaps_coding else decode + encode, ranks).astype(np.float64),
+        finish=before,
         busy=np.array(busy[:-1]),
         nbytes=np.bincount(channels, sizes, len(network.channels)).astype(np.float64),
         timeline=Timeline(

@@ -37,6 +37,7 @@ from lowbit_run.train.widened import widen_
 log = logging.getLogger(__name__)
 
 _NF4_BLOCK, _SCALES_BLOCK = 64, 256  # weights that share a scale, and scales that share one
+_FED_BACK = 8  # bytes that `elastic.error_feedback` keeps for each trained number
 _NF4_TABLES = (64, 64 + 1024 + 4)  # bytes of each matrix: the 16 values; with double quantization 256 more, and a mean
 
 
@@ -206,6 +207,8 @@ class _Counter:
         storage, elements = self.config.gradients.storage, parameter.numel()
         gradient = elements * itemsize if storage == FULL_PRECISION else parse(storage).nbytes(parameter.shape)
         states = state_bytes(elements, self.config.optimizer)
+        if self.config.elastic.lighthouse and self.config.elastic.error_feedback:
+            states += _FED_BACK * elements
         return Held(trained=elements, gradients=gradient, optimizer=states)
 
 

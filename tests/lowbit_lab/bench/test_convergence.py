@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import random
 import string
 from pathlib import Path
@@ -183,6 +184,17 @@ def test_means_and_spreads_are_over_seeds_of_one_regime_and_boundary():
     assert (second["loss"], second["over_fp32"], second["state_bytes"]) == (2.5, 0.5, 2_000_000)
     assert second["over_fp32_spread"] == pytest.approx(0.5 / 2**0.5)
     assert (second["over_fp32_codecs"], third["over_fp32_codecs"]) == (1.0, None)
+    _, paired = summarized([
+        row("scratch", "fp32", 0, 1.0, 0), row("scratch", "int4", 0, 1.25, 0.25), row("scratch", "int4", 1, 9.0, None),
+    ])  # fmt: skip
+    assert (paired["seeds"], paired["loss"], paired["over_fp32"]) == (1, 1.25, 0.25), "others have no fp32"
+    for bad in (None, math.nan):
+        _, diverged = summarized([
+            row("scratch", "fp32", 0, 1.0, 0), row("scratch", "int4", 0, 1.25, 0.25),
+            {**row("scratch", "int4", 1, 1.0, None), "loss": bad},
+        ])  # fmt: skip
+        assert (diverged["diverged"], diverged["loss"], diverged["over_fp32"]) == (1, None, None)
+        assert convergence._finding([diverged]) == "Held-out loss by bits of the boundary format"
     # A difference within the spread of the seeds is none.
     one = {"regime": "scratch", "boundary": "tah-quant-published", "bits_total": 8.0}
     for cost, spread, text in (

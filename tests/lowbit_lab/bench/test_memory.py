@@ -92,6 +92,11 @@ def test_ratios_are_of_the_same_sequence_and_a_file_is_gone_on_with(
     assert places == [(32, "bf16"), (32, "low-bit"), (64, "bf16"), (64, "low-bit")]
     assert [row["saved_vs_bf16"] for row in report.rows] == [1, 0.5, 1, 0.5]
     assert Report.read_json(file).rows == report.rows
+    depth = {**fake(settings, "bf16", 128), "layers": 2}
+    for sequence, rows in ((128, 1), (64, 1)):  # of depths, whose rows have the same methods and sequences
+        found = list(memory.measure(dataclasses.replace(settings, sequences=(sequence,)), [depth]))[-1]
+        assert [row["sequence"] for row in found if "layers" not in row] == [sequence] * rows
+        assert depth in found
     with pytest.raises(ValueError, match="holds rows with model.dim 32; this call has 64: name another file"):
         run(COMMAND, dataclasses.replace(both, model=dataclasses.replace(both.model, dim=64)), file=file)
 

@@ -55,7 +55,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "schedule is ZBVZeroBubble",
     ),
     (PipelineBenchmark, {"compute": "50"}, "compute is '50'; allowed: a number with a unit, such as 50ms"),
-    (RaceBenchmark, {"links": ("9mbit@1s:1mbit",)}, "links has 9mbit@1s:1mbit, which changes; allowed: links th"),
+    *(
+        (benchmark, {"links": ("9mbit@1s:1mbit",)}, "links has 9mbit@1s:1mbit, which changes; allowed: links th")
+        for benchmark in (RaceBenchmark, PIPELINE, GradientsBenchmark, SUMS, GenerationBenchmark)
+    ),
     (RaceBenchmark, {"samples": 6}, "samples is 6; allowed: a multiple of data.batch"),
     (RaceBenchmark, {"samples": 64, "evaluations": 3}, r"allowed: at most the steps of an epoch \(2\)"),
     (RaceBenchmark, {"boundaries": ("int9",)}, "codec is 'int9'"),

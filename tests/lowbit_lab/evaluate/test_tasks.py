@@ -21,6 +21,7 @@ from lowbit_lab.evaluate.tasks import (
     Choice,
     LocalTask,
     Metric,
+    _choice,
     differences,
     kept,
     log_likelihoods,
@@ -133,6 +134,20 @@ def test_scores_by_hand(tmp_path: Path):
     one_token = [Choice(inputs=(1, 2, 3), targets=(token,)) for token in (4, 5)]
     log_likelihoods(model, [one_token], tokens=512, share=False)
     assert [batch.tolist() for batch in model.read] == [[[1, 2, 3]]], "endings of one token: the context is read once"
+
+
+def test_what_a_tokenizer_puts_behind_a_text_is_not_scored():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4, "?": 5}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    words.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    choice = _choice(tokenizer, "a b", " c a", 512, "here")
+    assert (choice.inputs, choice.targets) == ((0, 2, 3, 4), (4, 2))
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -145,6 +145,17 @@ def test_the_share_that_is_lost_is_lost_and_the_same_in_every_run() -> None:
     assert 850 < len(some) < 950  # five times the standard deviation
 
 
+def test_half_of_all_packets_are_lost_where_half_is_asked_for() -> None:
+    line = delay.Line([0, 0])
+    asked = {"rates": [(0.0, 0.0)] * 2, "delay": 0.0, "jitter": 0.0, "queue": 1.0, "reorder": 0.0}
+    for burst in (1, 5):
+        line.obey({**asked, "loss": 0.4, "burst": burst})
+        line._events.clear()
+        for _ in range(20_000):
+            line._travel(0.0, 0, 1, b"")
+        assert 0.57 < len(line._events) / 20_000 < 0.63
+
+
 @needs_distance
 def test_losses_come_in_a_row_and_packets_late() -> None:
     with SlowLink(rate_mbit=100, rtt_ms=40, loss=0.1, burst=8) as link:

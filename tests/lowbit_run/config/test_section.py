@@ -133,6 +133,8 @@ def test_overrides_may_be_toml_or_bare_strings():
         assert load(overrides=[f"pipeline.forward={text}"]).pipeline.forward == expected
     config = load(overrides=["run.output=7", "data.text=8"])  # a string that looks like a number stays a string
     assert (config.run.output, config.data.text) == ("7", ("8",))
+    for prompt in ('"To be" # or not', "'quoted'", '"A"\nb = 2', '"""a"""'):
+        assert load(overrides=[f"run.prompt={prompt}"]).run.prompt == prompt, "text stays as it is"
 
 
 WRONG_FILES = [

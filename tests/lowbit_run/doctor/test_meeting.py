@@ -195,6 +195,39 @@ def test_a_file_of_the_user_is_kept(tmp_path: Path):
     assert "was changed since; allowed: another file, or --overwrite" in result.stderr
     assert "0.7" in path.read_text()
     assert "has the machines" in write_output(replace(settings, overwrite=True), [row])
+    link = {"kind": "link", "first": 'b "quoted"', "second": "c", "mbit": 5, "back_mbit": None, "rtt_ms": 1}
+    unknown = {**row, "name": "c", "layer_seconds": None, "tflops": None}
+    line = write_output(replace(settings, overwrite=True), [row, unknown, link])
+    assert 'but not c and the link of b "quoted" and c, which could not be measured: lowbit plan' in line
+
+
+def test_a_report_replaces_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "run.toml"
+    recipe.write_text("[run]\nsteps = 5\n")
+    words = ("doctor", "--meet", f"127.0.0.1:{free_port()}", "--machines", "1")
+    for more, said in (
+        (["--json", "run.toml"], "run.toml is not JSON"),
+        (["--json", "cluster.toml", "--output", "./cluster.toml"], "are both cluster.toml"),
+    ):
+        outcome = invoke(*words, *more)
+        assert (outcome.exit_code, len(outcome.stderr.splitlines())) == (2, 1)
+        assert said in outcome.stderr
+    assert recipe.read_text() == "[run]\nsteps = 5\n"
+
+
+def test_a_recipe_for_several_ranks_on_a_machine_is_not_laid_out_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some text. " * 1000)
+    Path("run.toml").write_text(
+        '[model]\nlayers = 8\ndim = 32\nheads = 2\n[data]\ntext = "text.txt"\n'
+        "[pipeline]\nranks = 4\nlayers = [3, 2, 2, 1]\n"
+    )
+    settings = DoctorSettings(recipe="run.toml", meet="127.0.0.1:29400", machines=2)
+    found = facts(settings)
+    assert (found.recipe_problem, found.needs) == ("", ())
 
 
 def test_a_recipe_that_chooses_its_formats_has_them_measured(monkeypatch: pytest.MonkeyPatch):

@@ -272,11 +272,46 @@ def test_a_recipe_says_what_is_planned(command: Callable[..., Any], tmp_path: Pa
     assert (first["steps"], sum(first["layers"]), first["warmup_steps"]) == (77, 6, 3)
     assert (planned.model, planned.data, planned.optimizer) == (recipe.model, recipe.data, recipe.optimizer)
     assert (planned.pipeline.warmup_steps, planned.pipeline.forward) == (3, ("int4",))
-    both = command(f"{words} --model.layers 4", code=2)
-    assert both == "error: model is given, and recipe is 'recipe.toml'; allowed: one of them\n"
+    for option in ("model.layers 4", "data.batch 32"):  # which is the plan's default, but not the recipe's
+        both = command(f"{words} --{option}", code=2)
+        assert both == f"error: {option.split()[0]} is given, and recipe is 'recipe.toml'; allowed: one of them\n"
     Path("recipe.toml").write_text(to_toml(tiny(tmp_path, model={"layers": 6}, pipeline={"data_parallel": 2})))
     two = command("--recipe recipe.toml", code=2)
     assert two.startswith("error: recipe is 'recipe.toml', with pipeline.data_parallel 2; allowed: 1, since")
+    elastic = {"lighthouse": "http://host:29510", "name": "a"}
+    Path("recipe.toml").write_text(to_toml(tiny(tmp_path, model={"layers": 6}, elastic=elastic)))
+    assert "with elastic.lighthouse 'http://host:29510'; allowed: none" in command("--recipe recipe.toml", code=2)
+
+
+def test_a_plan_and_its_output_have_one_precision(command: Callable[..., Any], tmp_path: Path):
+    small = "--model.dim 32 --model.heads 2 --model.layers 4 --data.sequence 32 --data.batch 4"
+    small += " --output run.toml --overwrite"
+    sizes = {}
+    for words in ("", "--precision bf16", "--run.precision bf16"):
+        sizes[words] = command(f"{small} {words}")[0]["memory_bytes"]
+        assert load("run.toml").run.precision == ("bf16" if words else "fp32")
+    assert sizes[""] > sizes["--precision bf16"] == sizes["--run.precision bf16"]
+    command(small, cluster=CLUSTER.replace("optimizer_ns", "gpus = 1\noptimizer_ns"))
+    assert load("run.toml").run.precision == "bf16", "as `lowbit train` takes on GPUs"
+    Path("recipe.toml").write_text(to_toml(tiny(tmp_path, model={"layers": 6}, run={"precision": "fp32"})))
+    assert "precision is bf16, and run.precision fp32" in command("--recipe recipe.toml --precision bf16", code=2)
+
+
+def test_rows_of_a_tied_embedding_keep_their_link_busy():
+    """Whether the pipeline's ends are neighbours or not."""
+    for names in ("ab", "abc"):
+        busy, waiting = [], []
+        for sizes in (SIZES, with_tied(4096)):
+            found = predictor(*map(machine, names), mbit=20, sizes=sizes).predict(
+                one_stage(schedule="GPipe", microbatches=4, layers=(), formats=("int4",))
+            )
+            busy.append(found.step.busy.max())
+            waiting.append(found.step.waiting.mean())
+        rows = found.tied_bytes / 2 * 8e-6 / 20
+        assert busy[1] >= rows > 0
+        if names == "ab":
+            assert busy[1] == pytest.approx(busy[0] + rows)
+        assert waiting[1] > waiting[0] + rows
 
 
 def test_a_hugging_face_folder_and_one_machine_are_enough(command: Callable[..., Any]):
@@ -296,7 +331,8 @@ def test_what_cannot_be_planned_is_one_line_of_the_command(command: Callable[...
         "--format int9": "codec is 'int9'; allowed",
         "--recipe nothing.toml": "nothing.toml: No such file",
     }.items():
-        words += " --model.dim 32 --model.heads 2 --data.sequence 32 --stages-per-rank 1"
+        if "--recipe" not in words:
+            words += " --model.dim 32 --model.heads 2 --data.sequence 32 --stages-per-rank 1"
         error = command(words, cluster=CLUSTER.replace("[[link]]", 'memory = "1kb"\n[[link]]'), code=2)
         assert message in error
         assert len([line for line in error.splitlines() if line.startswith("error")]) == 1, error

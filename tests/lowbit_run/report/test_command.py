@@ -80,6 +80,9 @@ def test_rows_of_other_settings_are_not_mixed_in(tmp_path: Path):
     with pytest.raises(ValueError, match=r"holds rows with model.dim 2; this call has 3: name another file"):
         run(COMMAND, Settings(model=Sizes(3)), file=file)
     written = json.loads(file.read_text())
+    file.write_text(json.dumps({**written, "machine": {**written["machine"], "cpu": "Other"}}))
+    with pytest.raises(ValueError, match="holds rows with cpu 'Other' of the machine; here it is .*: name another fi"):
+        run(COMMAND, Settings(), file=file)
     del written["settings"]["model"]["dim"]
     file.write_text(json.dumps(written))
     run(COMMAND, Settings(), file=file)  # a setting that is newer than the file was as by default

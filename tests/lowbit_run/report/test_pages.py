@@ -148,6 +148,12 @@ def test_results_have_tables_speeds_and_pictures(tmp_path: Path):
         without = html.unescape(_page(tmp_path / "speed.json"))
     assert ["25 Mbit/s", "transform", "2,000", "0%", "8.00x"] in _rows(without)
     assert 'charts need matplotlib: pip install "lowbit[lab]"' in without
+    lossy = json.loads((tmp_path / "speed.json").read_text())
+    lossy["rows"] += [{**row, "link": f"{row['link']}/1%"} for row in lossy["rows"]]
+    (tmp_path / "lossy.json").write_text(json.dumps(lossy))
+    titles = "Speed against bandwidth"
+    assert titles in text
+    assert titles not in _page(tmp_path / "lossy.json"), "two links of a rate are no curve"
     other = make_results(tmp_path / "slow.json")
     other.write_text(other.read_text().replace('"seed": 0', '"seed": 1'))
     assert ["seed", "0", "1"] in _rows(_page(tmp_path / "speed.json", other, output=tmp_path / "both.html"))
@@ -197,6 +203,7 @@ def test_results_of_another_version_are_shown_as_they_are(tmp_path: Path):
         ({"trace/all-ranks.json.gz": gzip.compress(b'{"traceEvents": [{"ph": "X", "name": "a", "cat": "a", "args": 3, '
                                                    b'"ts": 1, "dur": 1, "pid": 0, "tid": 0}]}')}, "gz cannot be read"),
         ({"metrics.jsonl": b'{"step": 1, "loss": NaN, "tokens_per_second": 1e999}\n'}, "training loss"),
+        ({"metrics.jsonl": b'{"step": 1, "loss": 2.0}\n{"step": "3", "loss": 2.0}\n'}, "metrics.jsonl: 1 line cannot"),
     ],
 )  # fmt: skip
 def test_what_is_left_of_a_broken_run_is_shown(tmp_path: Path, damage: dict[str, bytes | None], said: str):
@@ -249,6 +256,12 @@ def test_a_wrong_call_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (outcome.exit_code, len(outcome.stderr.splitlines())) == (2, 1)
     assert said in outcome.stderr
     assert (tmp_path / "mine.html").read_text() == "<p>mine"
+
+
+def test_a_page_of_results_does_not_make_their_folder_a_run(tmp_path: Path):
+    make_results(tmp_path / "report.json")
+    assert invoke("report", str(tmp_path / "report.json")).exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json"]
 
 
 def test_a_page_of_a_run_is_recorded_as_made_by_lowbit_and_one_of_the_user_is_kept(tmp_path: Path):

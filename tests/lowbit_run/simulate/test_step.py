@@ -48,7 +48,8 @@ def test_coding_takes_the_rank_on_a_cpu_and_delays_messages_on_a_gpu():
     ]
     order = actions("1F1B", ranks=2, microbatches=6)
     cpu, gpu = (simulate(order, times, chain(2), overlaps_coding=overlaps_coding) for overlaps_coding in (False, True))
-    assert cpu.coding.tolist() == gpu.coding.tolist() == [4.5, 4.5]
+    assert cpu.coding.tolist() == [4.5, 4.5]
+    assert gpu.waiting.tolist() == [gpu.seconds - 18] * 2, "coding that overlaps takes none of a rank's time"
     assert cpu.seconds > gpu.seconds > simulate(order, [TIMES] * 2, chain(2)).seconds
     first = cpu.timeline
     assert (first.end - first.begin - first.decode - first.encode).sum() == pytest.approx(2 * 6 * 3)
@@ -59,7 +60,8 @@ def test_optimizer_and_averages_belong_to_the_step():
     bare = simulate(order, [TIMES] * 2, chain(2))
     step = simulate(order, [TIMES] * 2, chain(2), optimizer=[5.0, 1.0], averaging=3.0)
     assert step.seconds == bare.seconds + 5 + 3
-    assert step.finish.tolist() == [8, 4]
+    assert step.finish.tolist() == [5, 1]
+    assert step.waiting.tolist() == [bare.waiting[0] + 3, bare.waiting[1] + 3 + 4], "averages are waited for"
 
 
 def test_messages_of_the_timeline_leave_after_their_action_and_arrive_before_the_next():
