@@ -14,10 +14,9 @@ import xxhash
 from torch import Tensor
 
 from lowbit import escape
-from lowbit.codecs.base import Codec, Session, StatefulCodec
+from lowbit.codecs.base import Codec, Session, StatefulCodec, saturating_cast
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import call, check_ends, compared, open_session
-from lowbit.kernels.exact import store
 from lowbit.pipeline.anchors import Anchors, Fit, TokenAnchor
 from lowbit.pipeline.arguments import StepKind
 from lowbit.wire.traffic import Traffic
@@ -237,7 +236,11 @@ class Lane:
                 session.decode(payload, out=out, training=step.training)
             else:
                 rest = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-                store(session.decode(payload, out=rest, training=step.training).add_(predicted), out, False)
+                out.copy_(
+                    saturating_cast(
+                        session.decode(payload, out=rest, training=step.training).add_(predicted), out.dtype
+                    )
+                )
 
     def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
         """Show this sender the tensor that crossed the other way; return a note for `encode`, if the codec has one."""
