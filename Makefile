@@ -13,7 +13,7 @@ GPU_PYTHON ?= 3.12
 # Compiled graphs are for one kind of processor, which PyTorch's cache of them does not tell apart.
 AVX2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2
 SSE2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-sse2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 NUMBA_CPU_NAME=generic
-CPU_TESTS := $(addprefix tests/,lowbit/kernels lowbit/codecs lowbit/tensor_parallel lowbit/collectives/test_feature_int.py lowbit_lab/evaluate lowbit_run/cli/test_app.py) \
+CPU_TESTS := $(addprefix tests/,fuzz lowbit/kernels lowbit/codecs lowbit/tensor_parallel lowbit/collectives/test_feature_int.py lowbit_lab/evaluate lowbit_run/cli/test_app.py) \
   $(addprefix tests/lowbit/activations/test_,operators.py modules.py distributed.py) $(addprefix tests/lowbit_run/train/test_,prepare.py loop.py activations.py)
 TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
@@ -46,7 +46,7 @@ test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed t
 test-lab: $(VENV)/.installed-dev ## Run the tests of benchmarks, emulated links, `lowbit doctor` over one, and evaluation
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not docs and lab" $(ARGS)
 
-test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` and `make test-lab` leave out
+test-slow: $(VENV)/.installed-dev $(VENV)/.installed-interpreter ## Run the long tests that `make test` and `make test-lab` leave out
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 test-integrations: $(ENGINES)/.installed ## Run the tests inside other people's engines: torchft, TorchTitan, Megatron, Ray (4 GB of disk)
@@ -56,7 +56,7 @@ test-integrations: $(ENGINES)/.installed ## Run the tests inside other people's 
 test-vllm: $(VLLM)/.installed ## Run the plug-in in vLLM's engine and server on CPUs (4 GB of disk)
 	@$(VLLM)/bin/python -m pytest -o addopts=--import-mode=importlib tests/lowbit/integrations/test_vllm_engine.py $(ARGS)
 
-test-cpus: $(VENV)/.installed-dev ## Run what depends on the processor as on one with AVX2 only, and as on one without
+test-cpus: $(VENV)/.installed-dev $(VENV)/.installed-interpreter ## Run what depends on the processor as on one with AVX2 only, and as on one without; GPU kernels in an interpreter
 	@$(AVX2) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(CPU_TESTS) $(ARGS)
 	@$(SSE2) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(CPU_TESTS) $(ARGS)
 
@@ -111,7 +111,7 @@ package: $(VENV)/.installed-docs ## Build the packages into dist/ and check them
 docs-serve: $(VENV)/.installed-docs ## Serve the documentation site on http://127.0.0.1:8000 and follow changes
 	@$(MKDOCS) serve $(ARGS)
 
-lint: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Check style, format and types
+lint: $(VENV)/.installed-dev $(VENV)/.installed-docs $(VENV)/.installed-interpreter ## Check style, format and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright

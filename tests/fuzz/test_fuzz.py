@@ -94,7 +94,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 @pytest.mark.parametrize("index", range(len(GPU)), ids=map(repr, GPU))
 def test_triton_kernels_do_the_same_and_touch_nothing_else(index: int) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="no Triton; make test-cpus installs it")
     codec, rng = GPU[index], random.Random(index)
     shapes = [(2, 70), (1, 70)] if codec.grain == 70 else [(2, 8, 100), (3, 5, 64), (2, 7)]
     for shape in shapes:

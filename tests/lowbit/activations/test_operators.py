@@ -94,7 +94,7 @@ def on_both(backend: str, calls: Callable[..., Any], *tensors: Tensor | None, se
     The payloads must be equal.
     """
     if backend == "gpu":
-        pytest.importorskip("triton")
+        pytest.importorskip("triton", reason="no Triton; make test-cpus installs it")
     device = "cuda" if backend == "gpu" and torch.cuda.is_available() else "cpu"
     found = []
     for name in (backend, "reference"):

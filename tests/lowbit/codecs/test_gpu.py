@@ -18,7 +18,7 @@ from tests.lowbit.codecs.feature_int.examples import for_three_ranks
 from tests.lowbit.codecs.group_int.examples import KERNELS as GROUP_INT
 from tests.lowbit.codecs.tah_quant.examples import BY_TOKEN, GPU
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="no Triton; make test-cpus installs it")
 tl = pytest.importorskip("triton.language")
 
 from lowbit.codecs.tah_quant.gpu_select import count_both, select_long_scope  # noqa: E402

@@ -132,6 +132,7 @@ def test_all_ways_to_generate_use_low_bit_sums_and_agree(ranks: Ranks, shared_fo
         assert torch.equal(others[rank - 1][way], first[way]), f"{way}, rank {rank}"
 
 
+@pytest.mark.slow
 @on_ranks
 def test_only_the_prompt_is_coded_where_a_token_is_small(shared_folder: str):
     model = loaded(shared_folder)

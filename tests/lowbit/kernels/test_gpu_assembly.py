@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="no Triton; make test-cpus installs it")
 CODECS = ("TAHQuant(pivot_ratio=None)", "GroupInt()", "BlockFloat8()")
 KERNELS = [f"{codec} {way}" for codec in CODECS for way in ("encode", "decode")]
 FEATURES = [f"FeatureInt {way}" for way in ("encode", "decode", "sum")]

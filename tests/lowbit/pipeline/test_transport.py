@@ -206,6 +206,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_as_it_should_while_a_message_is_never_taken(tmp_path: Path):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     script = tmp_path / "unfinished.py"

@@ -39,6 +39,7 @@ def slow_on_rank_1(owner: Any, name: str) -> Any:
     return mock.patch.object(owner, name, slow)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_all_ranks_decide_by_the_slowest() -> None:
     """First it is slow at coding, then at the engine's all-reduce."""

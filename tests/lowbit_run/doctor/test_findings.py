@@ -196,6 +196,7 @@ def test_machines_with_one_name_are_told_apart_and_both_lack_a_secret():
     assert second.startswith("note vm-2: another machine has the same name, vm, so this page calls this one vm-2 -> ")
 
 
+@pytest.mark.slow
 def test_a_recipe_with_adapters_is_measured_as_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("bitsandbytes")
     recipe = tmp_path / "run.toml"

@@ -57,6 +57,7 @@ def answering(work: Callable[[socket.socket], None]) -> Iterator[int]:
         server.close()
 
 
+@pytest.mark.slow
 def test_three_machines_with_one_name_meet(tmp_path: Path):
     words = ("--meet", f"127.0.0.1:{free_port()}", "--machines", "3", "--name", "box", "--seconds", "0.2", "run.toml")
     machines = [start(tmp_path / str(number), *words) for number in range(3)]
@@ -88,6 +89,7 @@ def _small() -> TrainConfig:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_another_program_has_the_port(tmp_path: Path):
     """It is silent, talks, or hangs up."""
 

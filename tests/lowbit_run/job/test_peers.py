@@ -3,6 +3,7 @@ import time
 from typing import Any, cast
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -64,6 +65,7 @@ def _blocked_for_good(timeout: float) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_the_watchdog_ends_what_nothing_else_does(ranks: Ranks):
     started = time.monotonic()
     outcomes = ranks.outcomes(_blocked_for_good, 3, ranks=3, timeout=6)

@@ -237,6 +237,7 @@ def test_a_machine_of_several_whose_rank_was_forgotten_does_not_train_alone(envi
     assert is_launched()
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_connections_and_says_nothing_is_not_waited_for_in_silence(
     port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

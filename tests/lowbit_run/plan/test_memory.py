@@ -125,6 +125,7 @@ def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path:
         prepare(replace(config, **plain), ranks=2)
 
 
+@pytest.mark.slow
 def test_dropout_saves_masks_but_does_not_blur_errors():
     gpt2 = {"family": "gpt2", "layers": 2}
     plain, dropping = (run(COMMAND, tiny(model={**gpt2, "dropout": p})).rows[0] for p in (0.0, 0.1))

@@ -144,6 +144,7 @@ def test_ranks_that_take_less_save_more_bits(tmp_path: Path, without_torchao: li
         assert most > limit or bits[layout.stages_of(rank)[0]] == 8
 
 
+@pytest.mark.slow
 def test_logits_leave_the_last_rank_fewer_bits(tmp_path: Path, without_torchao: list[Any]):
     config = agoq(tmp_path, pipeline={"ranks": 2, "microbatches": 4, "schedule": "1F1B"}, model={"layers": 8})
     layout = make_layout(config.pipeline, ranks=2, layers=8)

@@ -151,6 +151,7 @@ def test_a_run_that_resumes_is_the_same(ranks: Ranks, tmp_path: Path, after: int
     assert curve(parts) == curve(whole)
 
 
+@pytest.mark.slow
 def test_other_stages_keep_fits_or_fit_them_again(ranks: Ranks, tmp_path: Path):
     config = anchored(tmp_path, pipeline={"ranks": 3, "layers": [1, 1, 2]}, run={"steps": 6, "checkpoint_every": 1})
     ranks.outcomes(stops_after, config, 3, ranks=3, timeout=LIMIT)

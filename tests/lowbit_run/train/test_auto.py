@@ -264,6 +264,7 @@ def _links(*mbit: float) -> Iterator[None]:
 WIDE = {"model": {"dim": 64}, "data": {"sequence": 32}}
 
 
+@pytest.mark.slow
 def test_one_machine_keeps_the_most_exact_format(ranks: Ranks, tmp_path: Path):
     config = tiny(tmp_path, pipeline={"forward": "auto", "warmup_steps": 3}, run={"steps": 7})
     (here, losses), (there, _) = ranks.run(_train, config, None, timeout=LIMIT)

@@ -315,6 +315,7 @@ def test_dropout_is_that_of_the_run(tmp_path):
         assert (config.attention_dropout, config.residual_dropout) == (value, value)
 
 
+@pytest.mark.slow
 def test_the_list_has_every_type_with_a_plan():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL

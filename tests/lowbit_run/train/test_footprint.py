@@ -190,6 +190,7 @@ def test_what_a_micro_batch_takes_is_what_autograd_keeps(lora: int, recompute: b
             assert peak == pytest.approx(live.peak, rel=0.15)
 
 
+@pytest.mark.slow
 def test_experts_in_few_bits_are_counted(tmp_path: Path):
     meter = batch_meter(settings(saved("qwen3_moe", tmp_path)), vocab=0, autocast=torch.bfloat16)
     whole, coded = (meter(saves).layers[1].window for saves in (None, LayerAware()))

@@ -103,6 +103,7 @@ def killed_in_the_middle(config: TrainConfig) -> None:
         train(config)
 
 
+@pytest.mark.slow
 def test_an_export_that_ends_early_leaves_the_checkpoint_and_begins_again(
     tmp_path: Path,
 ):

@@ -241,6 +241,7 @@ def _train_with_a_slow_disk(config: TrainConfig, seconds: float) -> int:
         return train(config).steps
 
 
+@pytest.mark.slow
 def test_a_model_may_take_longer_to_save_than_the_time_limit(ranks: Ranks, tmp_path: Path):
     run = {"steps": 1, "save_model": True, "timeout_seconds": 3, "eval_batches": 1}
     config = tiny(tmp_path, model={"layers": 2}, run=run)

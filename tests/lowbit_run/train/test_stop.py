@@ -98,7 +98,8 @@ def test_a_signal_at_the_last_step_lets_the_run_finish(ranks: Ranks, tmp_path: P
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("supervise", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("supervise", [False, True])
 def test_a_launched_run_stops_and_says_how_to_resume(tmp_path: Path, supervise: bool):
     """The launcher and a rank get the signal, as from a batch system; or, supervised, only a rank."""
     run = {"steps": 400, "checkpoint_every": 300, "overwrite": False, "supervise": supervise}

@@ -246,6 +246,7 @@ def _damaged(config: TrainConfig, sender: int) -> None:
         train(config)
 
 
+@pytest.mark.slow
 def test_damaged_rows_are_noticed(ranks: Ranks, tmp_path: Path):
     config = tied(tmp_path, run={"timeout_seconds": 10})
     for sender, about in enumerate(("gradients", "weights")):

@@ -79,6 +79,7 @@ def _resume_on_two_disks(config: TrainConfig) -> None:
         train(again(config, run=RESUME | {"output": f"{config.run.output}-{rank}", "steps": 4}))
 
 
+@pytest.mark.slow
 def test_parts_are_sent_from_the_machine_that_has_them(ranks: Ranks, tmp_path: Path):
     """A run of one rank goes on on two machines, of which the second has nothing."""
     config = tiny(tmp_path, pipeline=ONE, run={"steps": 4, "checkpoint_every": 2})
@@ -124,6 +125,7 @@ def test_what_is_sent_may_take_longer_than_the_time_limit(ranks: Ranks, tmp_path
     assert [bool(names) for names in outcomes] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_boundaries_at_the_same_place_go_on_as_they_were(ranks: Ranks, tmp_path: Path):
     """From four stages to two: what lies after layer 1 stays, with what it has learned and chosen."""
     pipeline = {"ranks": 4, "forward": AUTO, "backward": "aq-sgd", "warmup_steps": 2}
