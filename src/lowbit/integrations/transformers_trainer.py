@@ -49,11 +49,13 @@ class LowBitGradients(_Callback):
             log.warning("LowBitGradients does nothing: Trainer trains on a single process (start it by torchrun)")
             return
         # `Trainer` hands the bare model to callbacks, and neither its wrapper nor itself.
-        wrappers = (x for x in gc.get_objects() if type(x) is DistributedDataParallel and x.module is model)
-        if (wrapper := next(wrappers, None)) is None:
+        wrappers = [x for x in gc.get_objects() if type(x) is DistributedDataParallel and x.module is model]
+        if not wrappers:
             raise RuntimeError(
                 f"Trainer trains {type(model).__name__} on {args.world_size} processes without "
                 "DistributedDataParallel; allowed: with it (for FSDP, see LowBitReduceScatter)"
             )
         self.hook = all_reduce_hook(self._codec, **self._options)
-        wrapper.register_comm_hook(None, self.hook)
+        for wrapper in wrappers:  # one of an earlier `Trainer` may be left
+            if not wrapper._comm_hooks:
+                wrapper.register_comm_hook(None, self.hook)
