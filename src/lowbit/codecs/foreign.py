@@ -88,10 +88,11 @@ def check_state(state: object) -> str:
 
 
 def check_ends(sender: Session, receiver: Session) -> None:
-    """Check the states of two sessions after their first messages, so that errors do not wait for a checkpoint.
+    """Check two sessions after their first message, so that errors do not wait for a checkpoint.
 
     Raises:
-        CodecError: the two ends of a codec of another package have different states, or cannot restore them.
+        CodecError: the two ends of a codec of another package have different states, or do not restore them; evaluation
+            changes them; or bytes of messages are not written.
     """
     if is_own(sender.codec):
         return
@@ -104,11 +105,40 @@ def check_ends(sender: Session, receiver: Session) -> None:
             f"state_dict returned other values of {', '.join(unlike)} at the sender than at the receiver, after the "
             f"same message; allowed: equal ones, or {DIGEST!r}, an integer that is equal",
         )
-    for session, state in zip((sender, receiver), states, strict=True):
-        if state:
-            codec = session.codec
-            restored = open_session(codec, shape=session.shape, dtype=session.dtype, device=session.device)
-            restored.load_state_dict(state)
+    codec = sender.codec
+    message = _evaluated(sender, 0)
+    numbers = receiver.decode(message, training=False)
+    for session, end in zip((sender, receiver), ends, strict=True):
+        after = compared(codec, session.state_dict())
+        if changed := sorted(key for key in {*end, *after} if not _equal(end.get(key), after.get(key))):
+            raise _error(codec, "", f"a message with training=False changed {', '.join(changed)}; allowed: no change")
+    same, filled = (_evaluated(_restored(sender, states[0]), byte) for byte in (0, 255))
+    other = _restored(receiver, states[1]).decode(message, training=False)
+    if not torch.equal(message, same) or not torch.equal(numbers, other):
+        raise _error(
+            codec, "", "a session that load_state_dict has restored codes the same message in another way; allowed: "
+            "alike, so state_dict must return all that coding depends on",
+        )  # fmt: skip
+    if not torch.equal(same, filled):
+        raise _error(codec, "", "encode leaves bytes of its payload unwritten; allowed: all are written")
+
+
+def _restored(session: Session, state: Mapping[str, Any]) -> Session:
+    """Open a session with the state of another."""
+    restored = open_session(session.codec, shape=session.shape, dtype=session.dtype, device=session.device)
+    restored.samples = session.samples
+    if state:
+        restored.load_state_dict(state)
+    return restored
+
+
+def _evaluated(session: Session, filled: int) -> Tensor:
+    """Encode a tensor to memory that held other bytes; random numbers are the same each time."""
+    x = torch.linspace(1, -2, session.shape.numel(), device=session.device).view(session.shape).to(session.dtype)
+    payload = torch.full((session.nbytes(),), filled, dtype=torch.uint8, device=session.device)
+    with torch.random.fork_rng([session.device] if session.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        return session.encode(x, training=False, out=payload)
 
 
 def _guarded(session: object, codec: Codec, about: str) -> Session:

@@ -28,6 +28,9 @@ Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
 
 
+_MOST = torch.finfo(torch.float16).max
+
+
 def described(x: Tensor) -> str:
     """Format dtype and shape."""
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
@@ -163,7 +166,7 @@ def all_reduce(
 
     Deviations and additions: chunks are encoded while others are sent; PyTorch's own all-reduce sums a tensor of fewer
     than `small` elements in float32, without the codec. With one rank the tensor is unchanged. NaN or infinity in a
-    codec group on any rank gives NaN on all ranks.
+    codec group on any rank gives NaN on all ranks; sums of 65504 or more in float16 are infinite.
 
     Calls on one group run one after the other on a thread. Gloo sends them as messages, independent of other work in
     the group; on other backends a call with `async_op` must not overlap other uses of the group: give it its own group.
@@ -218,6 +221,9 @@ def all_reduce(
     def work(exchange: PayloadExchange) -> None:
         if coded:
             sums(flat, exchange=exchange, errors=rest)
+            if flat.dtype == torch.float16 and divisor == 1:
+                # Codecs saturate: a sum beyond float16 must be infinite, or loss scaling would not see it.
+                flat.masked_fill_(flat >= _MOST, torch.inf).masked_fill_(flat <= -_MOST, -torch.inf)
         else:
             if ranks > 1 and flat.numel():
                 total = flat.float()

@@ -108,13 +108,15 @@ class _QuantizationErrors:
     """Quantization errors of each parameter's gradient, laid out like the current buckets."""
 
     def __init__(self) -> None:
+        self._parameters: dict[int, Tensor] = {}  # kept, so that no other gets the number of one
         self._parts: dict[int, Tensor] = {}
         self._flats: dict[tuple[int, ...], Tensor] = {}
 
     def of(self, parameters: list[Tensor], buffer: Tensor) -> Tensor:
         """Return the errors of these parameters, concatenated: float32, as long as the bucket's buffer."""
-        key = tuple(map(id, parameters))  # ids stay valid: the DDP module keeps its parameters alive
+        key = tuple(map(id, parameters))
         if key not in self._flats:
+            self._parameters.update(zip(key, parameters, strict=True))
             flat = torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device)
             sizes = [parameter.numel() for parameter in parameters]
             for number, part in zip(key, flat[: sum(sizes)].split(sizes), strict=True):

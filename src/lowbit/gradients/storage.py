@@ -193,7 +193,7 @@ class GradientStorage:
 
     def __init__(self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None) -> None:
         codec = BlockFloat8() if codec is None else codec
-        if not isinstance(codec, Summable):
+        if not isinstance(codec, Summable) or codec.shaped:
             raise TypeError(f"codec is {shown(codec)}; allowed: a codec without state that sums, such as BlockFloat8()")
         self.codec = codec
         self._nearest = codec.nearest()

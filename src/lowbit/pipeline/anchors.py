@@ -90,7 +90,8 @@ class TokenAnchor:
     def checked(self, ids: Tensor) -> Tensor:
         """Return ids as int64 on the CPU; TypeError, ValueError: as `LowBitStage.set_tokens`."""
         if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"ids are {ids.dtype if isinstance(ids, Tensor) else shown(ids)}; allowed: integers")
+            given = ids.dtype if isinstance(ids, Tensor) else shown(ids, 60)
+            raise TypeError(f"ids are {given}; allowed: a tensor of integers")
         if ids.dim() != 2 or not ids.numel():
             raise ValueError(f"ids have shape {tuple(ids.shape)}; allowed: (batch, sequence)")
         ids = ids.detach().cpu().long()

@@ -81,7 +81,10 @@ def check_anchor(anchor: object, warmup_steps: int) -> None:
 
 def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
     """Return sample ids as an int64 tensor (batch,); TypeError, ValueError: as `LowBitStage.set_samples`."""
-    samples = torch.as_tensor(ids).cpu()
+    try:
+        samples = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's own, also for integers beyond 64 bits
+        raise TypeError(f"ids are {shown(ids, 60)}; allowed: integers of 64 bits") from error
     if samples.is_floating_point() or samples.is_complex() or samples.dtype == torch.bool:
         raise TypeError(f"ids have dtype {samples.dtype}; allowed: integers")
     if samples.dim() != 1:

@@ -181,6 +181,18 @@ class Lane:
                     f"cross, {_listed(map(tuple, shapes))}"
                 )
 
+    def check_samples(self, slots: Iterable[Slot], samples: Iterable[Sequence[int]]) -> None:
+        """Raise a ValueError unless a micro-batch has as many sample ids as entries, for codecs that need them."""
+        rows = {slot.shape[0] for slot in slots if slot.coded}
+        if not self.codec.needs_key or not rows:
+            return
+        for ids in samples:
+            if len(ids) not in rows:
+                raise ValueError(
+                    f"set_samples gave {len(ids)} ids for a micro-batch; allowed: {_listed(sorted(rows))}, one for "
+                    "each entry"
+                )
+
     def use(self, slots: Sequence[Sequence[Slot]]) -> None:
         self._slots = slots
 
@@ -307,8 +319,8 @@ def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.d
     # Stochastic rounding draws numbers here that a process which resumes a run would draw at another place.
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with random, torch.no_grad(), torch.autocast(device.type, enabled=False):
-        # Not zeros: kernels for directions would not run, and many codecs' states would not change.
-        x = torch.linspace(-1, 1, shape.numel(), device=device).view(shape).to(dtype)
+        # Neither zeros nor of mean 0: kernels for directions would not run, and many codecs' states would not change.
+        x = torch.linspace(-1, 2, shape.numel(), device=device).view(shape).to(dtype)
         for _ in range(2 if codec.needs_key else 1):  # a sample that returns is coded differently
             receiver.decode(sender.encode(x))
     check_ends(sender, receiver)

@@ -108,6 +108,7 @@ class Lanes:
             try:
                 crossing = [slot for layouts in variants.values() for slot in self._slots(lane, layouts, training)]
                 lane.check_tokens(crossing, self._step.tokens)
+                lane.check_samples(crossing, self._step.samples)
             except ValueError as error:
                 faults.append(str(error))
             for first, layouts in variants.items():

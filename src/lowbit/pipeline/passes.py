@@ -98,7 +98,9 @@ class Passes:
         seen, problem = (), ""
         if self._places.is_source and not (problem := batch.problem()):
             settings, *inputs = batch.keys()
-            seen = ((*settings, self._stages[0].lanes.stated.partition("[")[0]), *inputs)  # with the ids' shape
+            lanes = self._stages[0].lanes
+            ids = lanes.stated.partition("[")[0], lanes.stated_samples.partition(" ")[0]  # how many there are
+            seen = ((*settings, *ids), *inputs)
         number = self._announced(batch, seen, problem) if self._agreed else None
         if number is None:
             self._agreed.append(self._agree(batch, seen, problem))

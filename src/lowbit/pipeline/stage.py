@@ -233,28 +233,32 @@ class LowBitStage(HookedStage):
     def codec_state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: training steps so far, and the states of codecs and token anchors.
 
-        "formats" has the format of each boundary and direction as text, which `lowbit.codecs.parse` reads.
+        "formats" has the format of each boundary and direction as text, which `lowbit.codecs.parse` reads; "stage" the
+        index of the stage.
         """
         lanes = self.lanes.by_name()
         parts = {name: lane.state_dict() for name, lane in lanes.items()}
         states = {name: states for name, (states, _) in parts.items() if states}
         anchors = {name: anchor for name, (_, anchor) in parts.items() if lanes[name].anchors is not None}
         formats = {name: repr(lane.codec) for name, lane in lanes.items()}
-        state = {"steps": self.lanes.steps, "lanes": states, "formats": formats}
+        state = {"steps": self.lanes.steps, "stage": self.stage_index, "lanes": states, "formats": formats}
         return state | ({"anchors": anchors} if anchors else {})
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from `codec_state_dict`, before the next step.
 
-        The stage keeps its own formats. If the state was saved with others, a warning names both.
+        The stage keeps its own formats. If the state was saved with others, a warning names both; states that the new
+        ones cannot use are an error, now or in the next step.
 
         Raises:
-            TypeError, ValueError: not a state, or one of another stage or codec.
+            TypeError, ValueError: not a state, or one of another stage.
         """
         parts = [state.get(name, {}) for name in ("lanes", "anchors", "formats")] if isinstance(state, Mapping) else []
         if not parts or "steps" not in state or not all(isinstance(part, Mapping) for part in parts):
             raise TypeError(f"state is {shown(state)}; allowed: what codec_state_dict returns")
         check_int("steps", steps := int(state["steps"]), 0, sys.maxsize)
+        if state.get("stage", self.stage_index) != self.stage_index:  # the two ends of a boundary keep different states
+            raise ValueError(f"state is of stage {shown(state['stage'])}; this is stage {self.stage_index}")
         lanes, anchors, formats = parts
         own = {name: repr(lane.codec) for name, lane in self.lanes.by_name().items()}
         if formats and formats.keys() != own.keys():

@@ -60,7 +60,7 @@ _DIGEST = "sha256"
 _TABLES = ("settings", "features", "bits", "effects", "inputs", "offers", "curves", "held_out")  # fields, as JSON
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Calibration:
     """Ranges, means and formats of all sums of one model on one number of ranks.
 
@@ -118,6 +118,11 @@ class Calibration:
         object.__setattr__(self, "ranges", {name: r[:-1] for name, r in ranges.items()})
         object.__setattr__(self, "total", {name: r[-1] for name, r in ranges.items()})
         object.__setattr__(self, "means", means)
+
+    def __repr__(self) -> str:
+        return (
+            f"Calibration({len(self.features)} layers, {self.world} ranks, {self.count} sequences, {self._fingerprint})"
+        )
 
     @property
     def momentum(self) -> float:
@@ -441,6 +446,8 @@ def check_budget(
         return
     if isinstance(bits, bool) or not isinstance(bits, int | float):
         raise TypeError(f"bits is {shown(bits)}; allowed: 'auto', a number of bits per value, or None")
+    if bits > 16:
+        raise ValueError(f"bits is {bits:g}; allowed: at most 16")
     least = sum(fixed.get(name, _costs(width, outliers[name], gain)[WIDTHS[0]]) for name, width in widths.items())
     if bits * sum(widths.values()) < least:
         raise ValueError(

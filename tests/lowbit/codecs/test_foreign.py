@@ -98,6 +98,16 @@ def raises(self: Any, *args: Any, **kwargs: Any) -> Any:
     return {}["mean"]
 
 
+def half_written(self: Any, x: Tensor, payload: Tensor, training: bool) -> None:
+    payload[::2].zero_()
+
+
+def from_total(self: Any, x: Tensor, payload: Tensor, training: bool) -> None:
+    """A message that depends on those before."""
+    payload.copy_((x + self.total).bfloat16().contiguous().view(-1).view(torch.uint8))
+    self._follow(payload, training)
+
+
 ENCODE, OTHERS = ("encode", "_encode"), ("decode", "nbytes", "state_dict", "load_state_dict", "state_bytes")
 WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
     *(({name: raises}, r"encode raised KeyError: 'mean' \(test_foreign.py, line \d+, in raises\)") for name in ENCODE),
@@ -108,6 +118,15 @@ WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
     ({"state_dict": lambda s: {3: 1}}, r"state_dict returned the key 3"),
     ({"state_dict": lambda s: {"x": {"y": 1}}}, r"state_dict returned dict under 'x'; allowed: tensors, numbers"),
     ({"state_dict": lambda s: {"who": id(s)}}, r"state_dict returned other values of who at the sender than at"),
+    (
+        {"_follow": lambda s, payload, training: s.total.add_(1)},
+        r"a message with training=False changed total; ",
+    ),
+    ({"_encode": half_written, "_follow": lambda *_: None}, r"encode leaves bytes of its payload unwritten"),
+    (
+        {"_encode": from_total, "state_dict": lambda s: {}},
+        r"a session that load_state_dict has restored codes the",
+    ),
 ]
 
 

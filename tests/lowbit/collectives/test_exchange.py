@@ -372,3 +372,18 @@ def die_between() -> None:
 def test_a_rank_that_dies_is_named(ranks: Ranks, dying: Any):
     outcomes = ranks.outcomes(dying, ranks=3)
     assert [getattr(outcome, "kind", outcome) for outcome in outcomes] == [None, None, "ended"]
+
+
+@on_ranks
+def test_sums_beyond_float16_are_infinite_at_any_size() -> None:
+    """As with PyTorch's own all-reduce: loss scaling looks for them."""
+    for numel in (100, 1 << 15):
+        for algorithm in ("two_shot", "one_shot"):
+            x = torch.full((numel,), 60000.0).half()
+            x[::2] *= -1
+            all_reduce(x, EVEN, algorithm=algorithm)  # pyright: ignore
+            assert (x[::2] == -torch.inf).all()
+            assert (x[1::2] == torch.inf).all()
+    mean = torch.full((1 << 15,), 65504.0).half()
+    all_reduce(mean, EVEN, op="avg")
+    assert mean.isfinite().all()

@@ -432,7 +432,11 @@ def test_wrong_arguments_are_one_line():
         (partial(wrong, renew=-1), ValueError, "renew is -1"),
         (partial(stage, anchor=table), TypeError, "anchor is tensor"),
         (partial(stage, anchor=anchor), ValueError, "anchor needs exact tensors; allowed: warmup_steps"),
-        (partial(emulation.set_tokens, torch.zeros(2, 3)), TypeError, "ids are torch.float32; allowed: integers"),
+        (
+            partial(emulation.set_tokens, torch.zeros(2, 3)),
+            TypeError,
+            "ids are torch.float32; allowed: a tensor of i",
+        ),
         (partial(emulation.set_tokens, torch.zeros(3, dtype=torch.long)), ValueError, r"ids have shape \(3,\)"),
         (partial(emulation.set_tokens, torch.full((1, 2), 16)), ValueError, "ids are from 16 to 16; allowed: 0 to 15"),
         (partial(emulation.set_tokens, torch.full((1, 2), -1)), ValueError, "ids are from -1 to -1"),

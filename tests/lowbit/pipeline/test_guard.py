@@ -250,6 +250,15 @@ def test_a_state_that_is_refused_changes_nothing() -> None:
         assert stage.codec_state_dict()["steps"] == 0
 
 
+@on_ranks(1)
+def test_the_other_end_of_a_boundary_has_another_state() -> None:
+    first, last = (LowBitStage(nn.Linear(4, 4), index, 2, "cpu") for index in range(2))
+    state = first.codec_state_dict()
+    with pytest.raises(ValueError, match="state is of stage 0; this is stage 1"):
+        last.load_codec_state_dict(state)
+    first.load_codec_state_dict(state)
+
+
 @on_ranks
 def test_a_stage_that_is_refused_is_not_counted() -> None:
     rank = dist.get_rank()
@@ -395,12 +404,26 @@ def without_samples() -> None:
     run.train(0)
 
 
+def too_few_samples() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6, timeout=60))
+    for step in range(2):
+        for stage in run.stages:
+            stage.set_samples(range(ROWS - step))
+        run.train(0)
+
+
 def unfrozen() -> None:
     run = toy.Run("1f1b", FITTING)
     frozen = run.stages[0].submod.requires_grad_(run.last)
     run.train(0)
     frozen.requires_grad_()
     run.train(1)
+
+
+def test_too_few_sample_ids_are_refused_before_a_byte_is_sent(ranks: Ranks):
+    for outcome in ranks.outcomes(too_few_samples):
+        assert outcome.kind == "ValueError"
+        assert re.search("set_samples gave 1 ids for a micro-batch; allowed: 2, one for each entry", outcome.text)
 
 
 @pytest.mark.parametrize(
