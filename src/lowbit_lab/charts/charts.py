@@ -119,15 +119,23 @@ def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT, *
         return drawn
 
 
-def draw(charts: Sequence[Chart], rows: Sequence[Row], path: Path | str, *, theme: Theme = LIGHT) -> None:
-    """Draw charts and write the picture, in the format of the file's suffix. The same rows make the same SVG."""
+def draw(
+    charts: Sequence[Chart], rows: Sequence[Row], path: Path | str, *, theme: Theme = LIGHT, creator: str = ""
+) -> None:
+    """Draw charts and write the picture, in the format of the file's suffix. The same rows make the same SVG.
+
+    `creator`: for the metadata of PNG, SVG and PDF.
+    """
     from matplotlib import rc_context
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     drawn = figure(charts, rows, theme)
     with rc_context(theme.settings()):
-        dated = Path(path).suffix.lower() in (".svg", ".svgz")
-        drawn.savefig(path, dpi=200, metadata={"Date": None} if dated else None)
+        kind = Path(path).suffix.lower()
+        metadata: dict[str, str | None] = {"Date": None} if kind in (".svg", ".svgz") else {}
+        if creator and kind in (".png", ".svg", ".pdf"):
+            metadata["Software" if kind == ".png" else "Creator"] = creator
+        drawn.savefig(path, dpi=200, metadata=metadata or None)
 
 
 def short(value: float) -> str:

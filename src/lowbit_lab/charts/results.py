@@ -78,17 +78,23 @@ def charts_of(command: Command) -> Sequence[Chart]:
     return command.charts or CHARTS.get(command.name, ())
 
 
+_DRAWN = b"drawn by lowbit"
+"""What pictures of commands say of themselves, without which they are not replaced."""
+
+
 def check_picture(path: Path) -> None:
     """Check before a long run that its picture can be drawn."""
     kinds = sorted(importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes)
     if path.suffix[1:].lower() not in kinds:
         raise ValueError(f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}")
     check_output(path)
+    if path.exists() and _DRAWN not in path.read_bytes():
+        raise ValueError(f"{path} exists and was not drawn by lowbit; choose another name or move it away")
 
 
 def draw_results(command: Command, rows: Sequence[Row], path: Path) -> None:
-    """Draw a command's charts into a file."""
-    draw(charts_of(command), rows, path)
+    """Draw a command's charts into a file; one that is not a PNG, SVG or PDF is not replaced later."""
+    draw(charts_of(command), rows, path, creator=_DRAWN.decode())
 
 
 def read_results(file: Path) -> tuple[Report, Command | None]:

@@ -67,8 +67,8 @@ class CalibrationConfig(InferenceConfig):
     before."""
     bits: Annotated[float, Field(gt=3, le=16)] | Literal["uniform"] | None = None
     """Budget of bits per value over all layers, every bit counted, such as 5: layers get codes of 3 to 8 bits by what
-    these do to the model's outputs. uniform: 4-bit codes everywhere. If omitted, 4.25, with --gain static uniform, or
-    with --continue as before."""
+    these do to the model's outputs. uniform: 4-bit codes everywhere. If omitted, 4.25, or what uniform takes
+    if that is more, as in narrow layers; with --gain static uniform; with --continue as before."""
     inputs: str = ""
     """Format in which layers send their inputs where that takes no more bits than their partial sums in 4 bits, as
     behind attention, such as GroupInt(bits=8, group=64, symmetric=True). Each rank then keeps the whole weights of

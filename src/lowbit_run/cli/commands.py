@@ -91,6 +91,7 @@ class Measurement:
         """Measure, and show and write the results."""
         settings, options = self.parser(program).resolve(words)
         from lowbit_run.report import execute
+        from lowbit_run.report.page import is_ours
 
         command, json, png = self.command, options.get("json"), options.get("png")
         results = extension("results")
@@ -108,7 +109,7 @@ class Measurement:
             pairs = list(command.ending(settings))
             if json is not None:
                 page = json.with_suffix(".html")
-                pairs += [("results", str(json)), *([("page", str(page))] if page.exists() else [])]
+                pairs += [("results", str(json)), *([("page", str(page))] if is_ours(page) else [])]
                 pairs += [] if any(name == "next" for name, _ in pairs) else [wrote("", json, _COMPARES)[1]]
             if pairs:
                 print_pairs(pairs)

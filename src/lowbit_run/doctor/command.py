@@ -375,6 +375,9 @@ def write_output(settings: DoctorSettings, rows: Sequence[Row]) -> str:
     links = [row for row in whole if {row["first"], row["second"]} <= names]
     if not machines:
         return f"{settings.output} was not written: the speed of no machine is known."
+    came = sum(row["kind"] == "machine" for row in rows)
+    if came < settings.count:
+        return f"{settings.output} was not written: {came} of {settings.count} machines came."
     left_out = [row["name"] for row in rows if row["kind"] == "machine" and row["name"] not in names]
     left_out += [
         f"the link of {row['first']} and {row['second']}" for row in rows if row["kind"] == "link" and row not in whole

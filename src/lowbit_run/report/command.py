@@ -314,7 +314,8 @@ def run(
     """
     about = machine()
     if file and file.exists() and not command.key:
-        Report.read_json(file, command=command.name)  # another file is not replaced
+        # Another file, or results of other settings, are not replaced.
+        _check_settings(command, settings, Report.read_json(file, command=command.name), file)
     rows = compare(earlier_rows(command, settings, file) if file and command.key else [], command.baselines)
     for current in command.measure(settings, rows):
         rows = compare(current, command.baselines)
@@ -334,12 +335,7 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file, command=command.name, fields=command.key)
-    before = flat(to_json(command.settings())) | flat(earlier.settings)  # settings added since had their defaults
-    for name, value in flat(to_json(settings)).items():
-        if name.partition(".")[0] not in command.free and before.get(name) != value:
-            raise ValueError(
-                f"{file} holds rows with {name} {before.get(name)!r}; this call has {value!r}: name another file"
-            )
+    _check_settings(command, settings, earlier, file)
     here = to_json(machine())
     for name in here.keys() - {"date"}:
         if earlier.rows and name in earlier.machine and earlier.machine[name] != here[name]:
@@ -348,6 +344,16 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
                 "name another file"
             )
     return list(earlier.rows)
+
+
+def _check_settings(command: Command, settings: Any, earlier: Report, file: Path) -> None:
+    """Raise ValueError if an earlier call had other settings, but for those that a later one may change."""
+    before = flat(to_json(command.settings())) | flat(earlier.settings)  # settings added since had their defaults
+    for name, value in flat(to_json(settings)).items():
+        if name.partition(".")[0] not in command.free and before.get(name) != value:
+            raise ValueError(
+                f"{file} holds rows with {name} {before.get(name)!r}; this call has {value!r}: name another file"
+            )
 
 
 def execute(command: Command, settings: Any, *, json: Path | None = None) -> Report:

@@ -125,10 +125,10 @@ def try_to_write(make: Callable[[], Page], path: Path) -> None:
         write_page(make(), path)
     except ModuleNotFoundError as error:
         log.warning(
-            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
+            'no %s, because %s is missing: pip install "lowbit[report]", then lowbit report', path.name, error.name
         )
     except Exception as error:
-        log.warning("no report.html: %s", error)
+        log.warning("no %s: %s", path.name, error)
 
 
 def is_ours(path: Path) -> bool:

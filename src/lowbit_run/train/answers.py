@@ -116,6 +116,8 @@ def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None"
     record = read_record(line, where, _ALLOWED)
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is {record!r:.60}; allowed: {_ALLOWED}")
+    if (weight := record.get("weight", 1)) != 1:
+        raise ConfigError(f"{where} has the weight {weight!r:.60}; allowed: 1, or none: all samples count alike")
     if "messages" in record and not {"prompt", "completion", "answer"} & record.keys():
         return _conversation(record, where, tokenizer)
     answers = [key for key in ("completion", "answer") if key in record]

@@ -179,3 +179,14 @@ def test_text_and_recommended_formats_can_be_read(theme: Any):
     assert all(contrast(colour, theme.surface) > 1.5 for colour in theme.formats.values())
     baselines = [theme.formats[name] for name in ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")]
     assert all(contrast(one, other) > 1.15 for one, other in combinations(baselines, 2))
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.svg", "a.pdf"])
+def test_a_picture_of_the_user_is_kept_and_one_of_a_command_replaced(tmp_path: Path, name: str):
+    theirs, ours = tmp_path / f"their-{name}", tmp_path / name
+    theirs.write_bytes(b"their picture")
+    with pytest.raises(ValueError, match="exists and was not drawn by lowbit"):
+        check_picture(theirs)
+    for _ in range(2):
+        check_picture(ours)
+        draw_results(Measurement("lowbit_lab.bench.codecs").command, [], ours)

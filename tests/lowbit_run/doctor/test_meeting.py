@@ -181,7 +181,7 @@ def test_a_machine_that_states_nothing_is_left_out():
 
 def test_a_file_of_the_user_is_kept(tmp_path: Path):
     path = tmp_path / "cluster.toml"
-    settings = DoctorSettings(meet="127.0.0.1:29400", output=str(path))
+    settings = DoctorSettings(meet="127.0.0.1:29400", output=str(path), machines=1)
     row = {
         "kind": "machine", "name": 'b "quoted"', "address": "", "cores": 1, "gpus": 0, "memory_bytes": 1e9,
         "layer_seconds": 0.5, "layer_tokens": 64, "layer_overhead": 0.0, "tflops": 0.0, "optimizer_ns": 1.0,
@@ -190,6 +190,9 @@ def test_a_file_of_the_user_is_kept(tmp_path: Path):
     assert "was not written" in write_output(settings, [])
     assert "has the machines" in write_output(settings, [row])
     assert "has the machines" in write_output(settings, [{**row, "name": "a"}]), "unchanged since"
+    before = path.read_text()
+    assert "was not written: 1 of 2 machines came" in write_output(replace(settings, machines=2), [row])
+    assert path.read_text() == before
     path.write_text(path.read_text().replace("0.5", "0.7"))
     result = invoke("doctor", "--meet", "127.0.0.1:29400", "--output", str(path), "--wait", "1")
     assert result.exit_code == 2

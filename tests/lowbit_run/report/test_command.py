@@ -223,3 +223,11 @@ def test_a_table_for_each_value_has_a_title_and_gaps_and_no_empty_columns():
     assert "gone" not in text
     assert text.splitlines()[-3:-1] == [" a        – ", " a     1.23 "]
     assert not Table(columns=[]).render([]).renderables
+
+
+def test_results_of_other_settings_are_not_replaced_and_the_same_are_measured_again(tmp_path: Path):
+    alone, file = replace(COMMAND, key=()), tmp_path / "x.json"
+    first = run(alone, Settings(), file=file).rows
+    assert [row["name"] for row in run(alone, Settings(), file=file).rows] == [row["name"] for row in first]
+    with pytest.raises(ValueError, match=r"holds rows with model.dim 2; this call has 3: name another file"):
+        run(alone, Settings(model=Sizes(3)), file=file)

@@ -202,6 +202,10 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path):
         (talk(("judge", "T"), ("assistant", "A")), ".* refuses the messages: unknown role judge"),
         (talk(SAID, ("assistant", "A")) | {"completion": "B"}, "has the fields messages, completion; allowed: "),
         (
+            {"prompt": "u", "completion": "A", "weight": 0},
+            "has the weight 0; allowed: 1, or none",
+        ),
+        (
             {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "A", "weight": 0}]},
             ".* message 2, of the assistant, has the weight 0; allowed: 1, or none",
         ),

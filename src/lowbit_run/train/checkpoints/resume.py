@@ -70,6 +70,8 @@ def resume(
         return 0, []
     where = f"checkpoint {folder / step_name(saved.step)}"
     changes = _compare(saved, now, where, rank, run.allow_change, group)
+    if saved.step > run.steps:
+        raise_everywhere(f"{where} has done {saved.step} steps; allowed for run.steps: at least as many", group)
     problem = take_over(saved.step, saved.first.identity)
     raise_everywhere(f"{where}: {problem}" if problem else "", group)
     sources = _Sources(saved, pipeline, rank=rank, replica=replica)

@@ -242,6 +242,12 @@ def test_what_is_allowed_to_change_is_recorded(copy: TrainConfig):
         assert json.loads((Path(config.run.output) / name).read_text())["changes"] == expected
 
 
+def test_fewer_steps_than_are_done_are_refused(copy: TrainConfig):
+    fewer = again(copy, run={"steps": 1, "allow_change": ["run.steps"]})
+    with pytest.raises(CheckpointError, match="has done 2 steps; allowed for run.steps: at least as many"):
+        losses(fewer)
+
+
 def test_other_versions_are_told_and_recorded(copy: TrainConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loop, "versions", lambda: {"torch": "9.9"})
     lines = part(copy, 100)
