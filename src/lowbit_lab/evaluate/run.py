@@ -86,6 +86,8 @@ class Evaluation:
             raise ConfigError(
                 f"{key} is {asked[key]}; allowed for a causal language model only, and this is: {self.kind}"
             )
+        if not self.encoder and settings.sentences != type(settings).__dataclass_fields__["sentences"].default:
+            raise ConfigError(f"sentences is {settings.sentences}; allowed for encoders only, and this is: {self.kind}")
         self.sequences, self.tokenizer = loading.read_text(settings, held_out=True, encoder=self.encoder)
         self.tasks = Tasks(settings, self.tokenizer)
         self.sentences = self._sentences() if self.encoder else []

@@ -1,6 +1,7 @@
 """Measures a model for a plan: bytes and gradient errors by layer type and bits, and every allocation of a step."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lowbit.activations import follow
 from lowbit.activations.counting import SavedBytes, counted
 from lowbit.activations.layer_plan import PLANNED, LayerPlan
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
@@ -21,12 +23,16 @@ ORDER_OF_SUMS = 1e-6
 
 @contextlib.contextmanager
 def compressed(model: nn.Module, policy: LayerAware | LayerPlan) -> Iterator[None]:
-    """Compress what a model saves in a `with` block."""
+    """Compress what a model saves in a `with` block, without warnings of bits that spoil it: they are only tried."""
+    log = logging.getLogger(follow.__name__)
+    level = log.level
     changes = compress_saved_(model, policy)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    log.setLevel(logging.ERROR)
     try:
         yield
     finally:
         changes.remove()
+        log.setLevel(level)
 
 
 def bytes_by_width(

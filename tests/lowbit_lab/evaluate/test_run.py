@@ -262,6 +262,7 @@ REFUSED = [
     ("evaluate {encoder} --length 8 --text {text} --task x", "task is x; allowed for a causal"),
     ("evaluate {encoder} --length 8 --text {short}", "has 0 sentences of 40 to 400 characters; allowed: at least 12"),
     ("evaluate {encoder} --length 8 --text {encoder}/text.txt --sentences 11", "sentences is 11; allowed: at least 12"),
+    ("evaluate {model} --length 8 --text {text} --sentences 30", "sentences is 30; allowed for encoders only"),
     ("calibrate {encoder} --length 8 --ranks 3", f"ranks is 3; {CUT}"),
     (f"{WITH_FILES} arc_easy=nowhere.jsonl", "arc_easy=nowhere.jsonl cannot be read: No such file or directory; all"),
     (f"{WITH_FILES} arc_easy={{text}}", "text.txt: '.txt' cannot be read; allowed: .jsonl, .json or .parquet"),

@@ -150,6 +150,7 @@ WRONG_FILES = [
     ("\udcff", "bad.toml is not TOML: 'utf-8' codec can't decode byte 0xff in position 0"),
 ]
 WRONG_OVERRIDES = [
+    ("data.text=", "data.text is empty; allowed: one or more files, or no such option"),
     ("pipeline.forwrad=int4", r"unknown key pipeline.forwrad; did you mean pipeline.forward\?"),
     ("run.zzzzzz=1", "unknown key run.zzzzzz; known: output, method, steps,"),
     ("run.steps", "override is 'run.steps'; allowed: section.key=value"),
