@@ -546,9 +546,6 @@ SPEED_QUOTES: list[tuple[str, str, Callable[[Records], list[Any]]]] = [
      lambda r: [100 * r.value("codecs", "encode_share_of_copy", codec="int4", dtype="float32")]),
     ("docs/questions.md", "the gain of TransformQuant ends between {} and {} for narrow models on CPUs, where cheaper "
      "formats are {:.1f} times as fast as FP32", ends_between),
-    ("docs/papers.md", "All rows{} were measured with the earlier format of published()",
-     lambda r: of_published(r) and [" but the first and GSM8K's"]),
-    ("docs/limits.md", "Its losses{} were measured with the earlier format", lambda r: of_published(r) and [""]),
     ("docs/papers.md", "25 Mbit/s: {:.2f}x and {:.2f}x (v2, v1); 100: {:.2f}x and {:.2f}x; 500: {:.2f}x and {:.2f}x",
      of_published),
     (TWO_PCS, "{:,.0f} tokens a second in few bits, {:,.0f} in FP32", terminals),
