@@ -28,7 +28,11 @@ Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
 
 
-_MOST = torch.finfo(torch.float16).max
+def show_overflow(x: Tensor) -> None:
+    """Make sums that float16 could not hold infinite: codecs saturate, and loss scaling would not see it."""
+    if x.dtype == torch.float16:
+        most = torch.finfo(torch.float16).max
+        x.masked_fill_(x >= most, torch.inf).masked_fill_(x <= -most, -torch.inf)
 
 
 def described(x: Tensor) -> str:
@@ -221,9 +225,8 @@ def all_reduce(
     def work(exchange: PayloadExchange) -> None:
         if coded:
             sums(flat, exchange=exchange, errors=rest)
-            if flat.dtype == torch.float16 and divisor == 1:
-                # Codecs saturate: a sum beyond float16 must be infinite, or loss scaling would not see it.
-                flat.masked_fill_(flat >= _MOST, torch.inf).masked_fill_(flat <= -_MOST, -torch.inf)
+            if divisor == 1:
+                show_overflow(flat)
         else:
             if ranks > 1 and flat.numel():
                 total = flat.float()

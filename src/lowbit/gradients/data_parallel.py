@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the class objects.
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,8 @@ from lowbit.escape import shown
 from lowbit.wire.pytorch import is_known, unwrapped_group
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
+LOW_BIT_HOOKS: weakref.WeakSet[Hook] = weakref.WeakSet()
+"""What `all_reduce_hook` has returned."""
 
 
 def all_reduce_hook(
@@ -101,6 +104,7 @@ def all_reduce_hook(
         pending.then(finish)
         return future
 
+    LOW_BIT_HOOKS.add(hook)
     return hook
 
 

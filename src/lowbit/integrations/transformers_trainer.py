@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit import escape
 from lowbit.codecs import Codec
 from lowbit.gradients import all_reduce_hook
-from lowbit.gradients.data_parallel import Hook
+from lowbit.gradients.data_parallel import LOW_BIT_HOOKS, Hook
 from lowbit.integrations import engine
 
 __all__ = ["LowBitGradients"]
@@ -36,7 +36,8 @@ class LowBitGradients(_Callback):
         codec: the format, such as `BlockFloat8()`. options: further arguments of `all_reduce_hook`.
 
     Raises:
-        RuntimeError: (when training begins) several processes train, and `Trainer` wraps no model in DDP.
+        RuntimeError: (when training begins) several processes train, and `Trainer` does not wrap the model in DDP, or
+            DDP has another communication hook.
     """
 
     def __init__(self, codec: Codec, **options: Any) -> None:
@@ -55,7 +56,11 @@ class LowBitGradients(_Callback):
                 f"Trainer trains {type(model).__name__} on {args.world_size} processes without "
                 "DistributedDataParallel; allowed: with it (for FSDP, see LowBitReduceScatter)"
             )
-        self.hook = all_reduce_hook(self._codec, **self._options)
-        for wrapper in wrappers:  # one of an earlier `Trainer` may be left
+        hooks: list[Any] = [hook for wrapper in wrappers for hook, _ in wrapper._comm_hooks]
+        if any(hook not in LOW_BIT_HOOKS for hook in hooks):
+            raise RuntimeError(f"DDP's wrapper of {type(model).__name__} has another communication hook; allowed: none")
+        # One of an earlier `Trainer` may be left, so all get it.
+        self.hook = next(iter(hooks), None) or all_reduce_hook(self._codec, **self._options)
+        for wrapper in wrappers:
             if not wrapper._comm_hooks:
                 wrapper.register_comm_hook(None, self.hook)

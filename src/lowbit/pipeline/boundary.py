@@ -183,14 +183,14 @@ class Lane:
 
     def check_samples(self, slots: Iterable[Slot], samples: Iterable[Sequence[int]]) -> None:
         """Raise a ValueError unless a micro-batch has as many sample ids as entries, for codecs that need them."""
-        rows = {slot.shape[0] for slot in slots if slot.coded}
-        if not self.codec.needs_key or not rows:
+        if not self.codec.needs_key:
             return
-        for ids in samples:
+        rows = {slot.shape[0] for slot in slots if slot.coded and slot.shape}
+        for ids in samples if rows else ():
             if len(ids) not in rows:
                 raise ValueError(
-                    f"set_samples gave {len(ids)} ids for a micro-batch; allowed: {_listed(sorted(rows))}, one for "
-                    "each entry"
+                    f"the sample ids of a micro-batch are {len(ids)}; allowed: {_listed(sorted(rows))}, one for each "
+                    "entry: give them to set_samples"
                 )
 
     def use(self, slots: Sequence[Sequence[Slot]]) -> None:

@@ -1,5 +1,6 @@
 """The lanes of one stage (up to four `Lane`s: two directions of two boundaries), and the messages of a pass."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -193,13 +194,15 @@ class Lanes:
         for name in anchors:
             if lanes[name].anchors is None:
                 raise ValueError(f"state has a token anchor for {name}; allowed: with LowBitStage(anchor=...)")
-        before = {name: lane.state_dict() for name, lane in lanes.items()}
+        before: dict[str, Any] = {}
+        with contextlib.suppress(ValueError, RuntimeError):  # a session that a wrong message has reached has no state
+            before = {name: lane.state_dict() for name, lane in lanes.items()}
         try:
             for name, lane in lanes.items():
                 lane.load_state_dict(states.get(name, {}), anchors.get(name, {}))
         except BaseException:  # a program may go on without the state
             for name, lane in lanes.items():
-                lane.load_state_dict(*before[name])
+                lane.load_state_dict(*before.get(name, ({}, {})))
             raise
         self.steps, self.changed = steps, True
 

@@ -22,7 +22,7 @@ from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import CHUNK, Shards, automatic_algorithm, one_shot, two_shot
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.collectives.exchange import CollectiveExchange, Marks, Scratch
-from lowbit.collectives.reduce import check_summable
+from lowbit.collectives.reduce import check_summable, show_overflow
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import Checksums, check_checksums
 from lowbit.wire.messages import gather_json
@@ -248,6 +248,7 @@ def sum_on_stream(
     algorithm = one_shot if choice == "one_shot" else two_shot
     with torch.no_grad():
         algorithm(flat, codec, exchange, chunk=CHUNK, divisor=1)
+        show_overflow(flat)
         if (damaged := exchange.damaged()) is not None:
             flat.masked_fill_(damaged, torch.nan)
 

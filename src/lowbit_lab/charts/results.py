@@ -89,7 +89,7 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}")
     check_output(path)
     if path.exists() and _DRAWN not in path.read_bytes():
-        raise ValueError(f"{path} exists and was not drawn by lowbit; choose another name or move it away")
+        raise ValueError(f"{path} exists and is not marked as drawn by lowbit; choose another name or move it away")
 
 
 def draw_results(command: Command, rows: Sequence[Row], path: Path) -> None:

@@ -72,7 +72,7 @@ class PipelinePlanSettings:
     """Candidate numbers of micro-batches. If omitted, all up to 64 that divide the batch."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Data type of matrix products, which determines the memory of saved activations; `output` has it, too. auto: that
-    of `run.precision`, and if that is auto, bf16 if all machines have GPUs, otherwise fp32."""
+    of `run.precision`; if that is auto, too, which `output` keeps, bf16 if all machines have GPUs, otherwise fp32."""
     model: ModelConfig = ModelConfig()
     """The model to train. With `model.pretrained`, a folder with Hugging Face's config.json is enough."""
     lora: LoraConfig = LoraConfig()
@@ -112,14 +112,15 @@ class PipelinePlanSettings:
 
 
 def _resolved(settings: PipelinePlanSettings, cluster: Cluster) -> PipelinePlanSettings:
-    """Take the recipe's settings, and one precision for the plan and its output."""
+    """Take the recipe's settings, and one precision for the plan and its output, if one is named."""
     settings = _with_recipe(settings) if settings.recipe else settings
     wanted, own = settings.precision, settings.run.precision
     if "auto" not in (wanted, own) and wanted != own:
         raise ConfigError(f"precision is {wanted}, and run.precision {own}; allowed: one of them")
-    chosen = "bf16" if all(machine.gpus for machine in cluster.of_ranks) else "fp32"
-    precision = next((each for each in (wanted, own) if each != "auto"), chosen)
-    return replace(settings, precision=precision, run=replace(settings.run, precision=precision))
+    named = next((each for each in (wanted, own) if each != "auto"), "auto")
+    likely = "bf16" if all(machine.gpus for machine in cluster.of_ranks) else "fp32"  # as `lowbit train` will choose
+    precision = likely if named == "auto" else named
+    return replace(settings, precision=precision, run=replace(settings.run, precision=named))
 
 
 def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:

@@ -16,12 +16,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowbit import escape
 from lowbit.escape import one_line
 from lowbit.files import write
 from lowbit_run.cores import usable_cores
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
     from rich.text import Text
 
+
+log = escape.logger(__name__)
 
 Row = Mapping[str, Any]
 """One measurement: values by field name."""
@@ -337,20 +340,24 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
     earlier = Report.read_json(file, command=command.name, fields=command.key)
     _check_settings(command, settings, earlier, file)
     here = to_json(machine())
-    for name in here.keys() - {"date"}:
-        if earlier.rows and name in earlier.machine and earlier.machine[name] != here[name]:
-            raise ValueError(
-                f"{file} holds rows with {name} {earlier.machine[name]!r} of the machine; here it is {here[name]!r}: "
-                "name another file"
-            )
+    for name in ("cpu", "cores", "simd", "gpu", "torch", "lowbit") if earlier.rows and earlier.machine else ():
+        there, own = earlier.machine.get(name), here.get(name)
+        if there != own:
+            what = f"{file} holds rows that were measured with {name} {there!r}; here it is {own!r}"
+            if name not in ("torch", "lowbit"):
+                raise ValueError(f"{what}: name another file")
+            log.warning("%s", what)
     return list(earlier.rows)
 
 
 def _check_settings(command: Command, settings: Any, earlier: Report, file: Path) -> None:
     """Raise ValueError if an earlier call had other settings, but for those that a later one may change."""
-    before = flat(to_json(command.settings())) | flat(earlier.settings)  # settings added since had their defaults
+    before = flat(earlier.settings)
+    with suppress(ValueError, TypeError):  # settings that have to be given have no defaults
+        before = flat(to_json(command.settings())) | before  # settings added since had their defaults
+    free = {*command.free, "output", "overwrite"}
     for name, value in flat(to_json(settings)).items():
-        if name.partition(".")[0] not in command.free and before.get(name) != value:
+        if name.partition(".")[0] not in free and before.get(name) != value:
             raise ValueError(
                 f"{file} holds rows with {name} {before.get(name)!r}; this call has {value!r}: name another file"
             )

@@ -116,7 +116,7 @@ def _sample(line: bytes, where: str, tokenizer: "PreTrainedTokenizerBase | None"
     record = read_record(line, where, _ALLOWED)
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is {record!r:.60}; allowed: {_ALLOWED}")
-    if (weight := record.get("weight", 1)) != 1:
+    if (weight := record.get("weight")) not in (None, 1):
         raise ConfigError(f"{where} has the weight {weight!r:.60}; allowed: 1, or none: all samples count alike")
     if "messages" in record and not {"prompt", "completion", "answer"} & record.keys():
         return _conversation(record, where, tokenizer)

@@ -517,9 +517,9 @@ class TrainConfig:
 
     def check_given(self, typed: Iterable[str]) -> None:
         """Check that options have an effect, those of the command line also if they equal the default."""
-        for key in ("text", "held_out"):
-            if f"data.{key}" in typed and not getattr(self.data, key):  # such as a shell variable that is not set
-                raise ConfigError(f"data.{key} is empty; allowed: one or more files, or no such option")
+        for key in ("data.text", "data.held_out"):
+            if isinstance(typed, Mapping) and typed.get(key) == "":  # such as a shell variable that is not set
+                raise ConfigError(f"{key} is empty; allowed: one or more files, or no such option")
         check_effects(self, typed)
 
     def to_json(self) -> str:

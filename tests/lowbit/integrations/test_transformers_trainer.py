@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
@@ -28,5 +29,11 @@ def test_wrappers_that_an_earlier_trainer_left_are_no_others() -> None:
     gradients = LowBitGradients(BlockFloat8())
     gradients.on_train_begin(SimpleNamespace(world_size=2), None, None, model=model)
     assert all([hook for hook, _ in wrapper._comm_hooks] == [gradients.hook] for wrapper in wrappers)
-    LowBitGradients(BlockFloat8()).on_train_begin(SimpleNamespace(world_size=2), None, None, model=model)
+    again = LowBitGradients(BlockFloat8())
+    again.on_train_begin(SimpleNamespace(world_size=2), None, None, model=model)
+    assert again.hook is gradients.hook, "which DDP calls"
     wrappers[-1](torch.randn(8, 64)).sum().backward()
+    other = DistributedDataParallel(nn.Linear(64, 64))
+    other.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match="DDP's wrapper of Linear has another communication hook"):
+        gradients.on_train_begin(SimpleNamespace(world_size=2), None, None, model=other.module)

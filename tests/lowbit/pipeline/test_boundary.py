@@ -237,3 +237,12 @@ def test_warming_up_draws_no_random_numbers() -> None:
     slots = [Slot(torch.Size((3, 41)), torch.float32)]
     lane(GroupInt(bits=4, group=48, rounding="stochastic"), *slots).warm_up(slots)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_number_without_dimensions_crosses_like_any_other_tensor() -> None:
+    """Such as an auxiliary loss, also next to a codec that needs sample ids."""
+    slots = [Slot(torch.Size((2, 4)), torch.float32), Slot(torch.Size(()), torch.float32)]
+    for codec in (GroupInt(bits=4), AQSGD()):
+        unused(codec).check_samples(slots, [[1, 2]])
+    with pytest.raises(ValueError, match="the sample ids of a micro-batch are 1; allowed: 2"):
+        unused(AQSGD()).check_samples(slots, [[1]])

@@ -423,7 +423,7 @@ def unfrozen() -> None:
 def test_too_few_sample_ids_are_refused_before_a_byte_is_sent(ranks: Ranks):
     for outcome in ranks.outcomes(too_few_samples):
         assert outcome.kind == "ValueError"
-        assert re.search("set_samples gave 1 ids for a micro-batch; allowed: 2, one for each entry", outcome.text)
+        assert re.search("the sample ids of a micro-batch are 1; allowed: 2, one for each entry", outcome.text)
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_text_and_recommended_formats_can_be_read(theme: Any):
 def test_a_picture_of_the_user_is_kept_and_one_of_a_command_replaced(tmp_path: Path, name: str):
     theirs, ours = tmp_path / f"their-{name}", tmp_path / name
     theirs.write_bytes(b"their picture")
-    with pytest.raises(ValueError, match="exists and was not drawn by lowbit"):
+    with pytest.raises(ValueError, match="exists and is not marked as drawn by lowbit"):
         check_picture(theirs)
     for _ in range(2):
         check_picture(ours)

@@ -225,6 +225,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 
     def run(words: str, *, cluster: str = CLUSTER, code: int = 0) -> Any:
         Path("cluster.toml").write_text(cluster)
+        Path("plan.json").unlink(missing_ok=True)
         result = invoke("plan", "pipeline", "cluster.toml", "--json", "plan.json", *shlex.split(words))
         assert result.exit_code == code, result.output
         return result.stderr if code else json.loads(Path("plan.json").read_text())["rows"]
@@ -289,10 +290,10 @@ def test_a_plan_and_its_output_have_one_precision(command: Callable[..., Any], t
     sizes = {}
     for words in ("", "--precision bf16", "--run.precision bf16"):
         sizes[words] = command(f"{small} {words}")[0]["memory_bytes"]
-        assert load("run.toml").run.precision == ("bf16" if words else "fp32")
+        assert load("run.toml").run.precision == ("bf16" if words else "auto")
     assert sizes[""] > sizes["--precision bf16"] == sizes["--run.precision bf16"]
-    command(small, cluster=CLUSTER.replace("optimizer_ns", "gpus = 1\noptimizer_ns"))
-    assert load("run.toml").run.precision == "bf16", "as `lowbit train` takes on GPUs"
+    on_gpus = command(small, cluster=CLUSTER.replace("optimizer_ns", "gpus = 1\noptimizer_ns"))[0]["memory_bytes"]
+    assert on_gpus == sizes["--precision bf16"], "as `lowbit train` will take"
     Path("recipe.toml").write_text(to_toml(tiny(tmp_path, model={"layers": 6}, run={"precision": "fp32"})))
     assert "precision is bf16, and run.precision fp32" in command("--recipe recipe.toml --precision bf16", code=2)
 

@@ -44,6 +44,12 @@ class Settings:
     model: Sizes = Sizes()
 
 
+@dataclass(frozen=True)
+class Required:
+    name: str
+    overwrite: bool = False
+
+
 def measure(settings: Settings, earlier: Sequence[Row]) -> Iterator[list[Row]]:
     rows = list(earlier)
     for name in settings.names:
@@ -81,7 +87,7 @@ def test_rows_of_other_settings_are_not_mixed_in(tmp_path: Path):
         run(COMMAND, Settings(model=Sizes(3)), file=file)
     written = json.loads(file.read_text())
     file.write_text(json.dumps({**written, "machine": {**written["machine"], "cpu": "Other"}}))
-    with pytest.raises(ValueError, match="holds rows with cpu 'Other' of the machine; here it is .*: name another fi"):
+    with pytest.raises(ValueError, match="holds rows that were measured with cpu 'Other'; here it is .*: name anot"):
         run(COMMAND, Settings(), file=file)
     del written["settings"]["model"]["dim"]
     file.write_text(json.dumps(written))
@@ -231,3 +237,9 @@ def test_results_of_other_settings_are_not_replaced_and_the_same_are_measured_ag
     assert [row["name"] for row in run(alone, Settings(), file=file).rows] == [row["name"] for row in first]
     with pytest.raises(ValueError, match=r"holds rows with model.dim 2; this call has 3: name another file"):
         run(alone, Settings(model=Sizes(3)), file=file)
+    must = replace(alone, settings=Required, measure=lambda settings, rows: iter([[{"name": settings.name}]]))
+    given, again = tmp_path / "y.json", Required(name="a")
+    for settings in (again, replace(again, overwrite=True)):
+        run(must, settings, file=given)
+    with pytest.raises(ValueError, match=r"holds rows with name 'a'; this call has 'b': name another file"):
+        run(must, Required(name="b"), file=given)
