@@ -126,7 +126,8 @@ clean: ## Remove the environment and the caches; runs/ stays
 # One stamp for each set of extras: packages are installed again when the project's requirements change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing lowbit[$*] into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # on all cores, where pip compiles on one; templates fail
 	@touch $@
 
 # PyTorch brings the Triton and the setuptools that it wants.

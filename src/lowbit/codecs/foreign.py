@@ -136,7 +136,7 @@ def _restored(session: Session, state: Mapping[str, Any]) -> Session:
     restored = open_session(session.codec, shape=session.shape, dtype=session.dtype, device=session.device)
     restored.samples = session.samples
     if state:
-        restored.load_state_dict(state)
+        restored.load_state_dict(dict(state))
     return restored
 
 

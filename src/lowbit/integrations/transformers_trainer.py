@@ -60,7 +60,7 @@ class LowBitGradients(_Callback):
         if any(hook not in LOW_BIT_HOOKS for hook in hooks):
             raise RuntimeError(f"DDP's wrapper of {type(model).__name__} has another communication hook; allowed: none")
         # One of an earlier `Trainer` may be left, so all get it.
-        self.hook = next(iter(hooks), None) or all_reduce_hook(self._codec, **self._options)
+        self.hook = hook = hooks[0] if hooks else all_reduce_hook(self._codec, **self._options)
         for wrapper in wrappers:
             if not wrapper._comm_hooks:
-                wrapper.register_comm_hook(None, self.hook)
+                wrapper.register_comm_hook(None, hook)

@@ -376,8 +376,8 @@ def write_output(settings: DoctorSettings, rows: Sequence[Row]) -> str:
     if not machines:
         return f"{settings.output} was not written: the speed of no machine is known."
     came = sum(row["kind"] == "machine" for row in rows)
-    if came < settings.count:
-        return f"{settings.output} was not written: {came} of {settings.count} machines came."
+    if came < settings.count and Path(settings.output).exists():  # perhaps with all of them
+        return f"{settings.output} was not written again: {came} of {settings.count} machines came."
     left_out = [row["name"] for row in rows if row["kind"] == "machine" and row["name"] not in names]
     left_out += [
         f"the link of {row['first']} and {row['second']}" for row in rows if row["kind"] == "link" and row not in whole
@@ -387,7 +387,8 @@ def write_output(settings: DoctorSettings, rows: Sequence[Row]) -> str:
     write_unless_changed(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
     recipe = f" --recipe {settings.recipe}" if settings.recipe else ""
     without = f", but not {listed(left_out)}, which could not be measured" if left_out else ""
-    return f"{settings.output} has the machines and links{without}: lowbit plan pipeline {settings.output}{recipe}"
+    what = "the machines and links" if came >= settings.count else f"{came} of {settings.count} machines"
+    return f"{settings.output} has {what}{without}: lowbit plan pipeline {settings.output}{recipe}"
 
 
 def _table(row: Row) -> str:

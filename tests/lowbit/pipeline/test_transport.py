@@ -127,6 +127,7 @@ def test_a_step_may_last_longer_than_a_wait() -> None:
         transport.take(Route(0, 0), MIB)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_who_never_takes_a_message_is_blamed_and_everybody_knows() -> None:
     transport, traffic = early(timeout=0.6 if dist.get_rank() == 0 else 20.0)

@@ -191,8 +191,10 @@ def test_a_file_of_the_user_is_kept(tmp_path: Path):
     assert "has the machines" in write_output(settings, [row])
     assert "has the machines" in write_output(settings, [{**row, "name": "a"}]), "unchanged since"
     before = path.read_text()
-    assert "was not written: 1 of 2 machines came" in write_output(replace(settings, machines=2), [row])
+    assert "was not written again: 1 of 2 machines came" in write_output(replace(settings, machines=2), [row])
     assert path.read_text() == before
+    elsewhere = replace(settings, machines=2, output=str(tmp_path / "new.toml"))
+    assert "new.toml has 1 of 2 machines: lowbit plan" in write_output(elsewhere, [row])
     path.write_text(path.read_text().replace("0.5", "0.7"))
     result = invoke("doctor", "--meet", "127.0.0.1:29400", "--output", str(path), "--wait", "1")
     assert result.exit_code == 2

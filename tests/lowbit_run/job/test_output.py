@@ -128,6 +128,7 @@ def test_a_process_that_ends_at_once_says_why():
         assert (done.returncode, done.stderr[-10:]) == (3, "the cause\n")
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_at_once_waits_for_no_reader():
     command = [sys.executable, "-c", ENDING.format(size=500_000)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:

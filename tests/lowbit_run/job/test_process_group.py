@@ -69,6 +69,7 @@ def test_a_port_that_is_taken_is_an_error_at_once(port: int):
         meet(0, 2, timeout=5, patience=5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_says_for_whom_and_where(
     port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -103,6 +104,7 @@ def _keep(port: Connection) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_keeper_that_was_stopped_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch):
     """Its kernel accepts connections, and PyTorch waits for an answer for ever."""
     ours, theirs = CONTEXT.Pipe()

@@ -160,6 +160,7 @@ def _in_two_zones(config: TrainConfig, zones: tuple[str, str]) -> tuple[list[flo
         return losses(again(config, run={"output": f"{config.run.output}-{rank}"})), day
 
 
+@pytest.mark.slow
 def test_machines_in_two_time_zones_have_one_date(ranks: Ranks, tmp_path: Path):
     """That of rank 0; on a resume the checkpoints', though rank 0 has none, as on a new machine."""
     config = chatting(tmp_path, run={"steps": 4, "checkpoint_every": 2})

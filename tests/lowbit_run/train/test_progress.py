@@ -135,6 +135,7 @@ def _train(tmp_path: Path, machines: list[str]) -> list[str]:
     return done.output.split("[rank]\n")[1:]
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_machine_shows_the_run(tmp_path: Path):
     for shown in _train(tmp_path / "two", ["here", "there"]):
         assert re.findall(r"^step (\d/3)  loss", shown, re.M) == ["1/3", "2/3", "3/3"]

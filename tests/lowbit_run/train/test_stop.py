@@ -13,7 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from lowbit_run.config import to_toml
+from lowbit_run.job import stop
 from lowbit_run.job.launch import LaunchError, RankProgram, start_one
+from lowbit_run.job.stop import StopRequest
 from lowbit_run.train import StepMetrics, StoppedError, TrainConfig, train
 from lowbit_run.train.checkpoints.manifest import newest_step
 from lowbit_run.train.checkpoints.save import Checkpoints
@@ -59,13 +61,19 @@ def _signal_in(place: str, config: TrainConfig) -> tuple[str, int]:
         "load": (LocalModel, "_build_modules"),
         "evaluate": (Trainer, "evaluate"),
     }[place]
-    whole = getattr(owner, name)
+    whole, requests = getattr(owner, name), list[StopRequest]()
+
+    class Noted(StopRequest):
+        def __init__(self) -> None:
+            requests.append(self)
 
     def interrupted(*args: object, **kwargs: object) -> object:
         os.kill(os.getpid(), signal.SIGINT)
+        while not requests[-1].number:  # by a thread, which may have to wait for a core
+            time.sleep(0.001)
         return whole(*args, **kwargs)
 
-    with mock.patch.object(owner, name, interrupted):
+    with mock.patch.object(owner, name, interrupted), mock.patch.object(stop, "StopRequest", Noted):
         return _stopped(config)
 
 

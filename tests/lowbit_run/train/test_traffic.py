@@ -110,6 +110,7 @@ def _interrupted(config: TrainConfig) -> Summary:
     return train(resumed)
 
 
+@pytest.mark.slow
 def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(ranks: Ranks, tmp_path: Path):
     run = {"steps": 12, "checkpoint_every": 4, "eval_every": 5}
     config = answering(tmp_path, model={"tied": True, "layers": 2}, run=run)

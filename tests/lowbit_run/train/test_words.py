@@ -63,6 +63,7 @@ def test_a_pipeline_writes_the_words_of_the_whole_model_and_trains_as_without_th
     assert (nothing, silent) == ({}, losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["TransformQuant(bits=5)", "tah-quant", "int4", "TransformQuant(bits='auto')"])
 def test_the_formats_of_training_carry_words(ranks: Ranks, tmp_path: Path, name: str):
     pipeline = {"forward": name, "warmup_steps": 1}
