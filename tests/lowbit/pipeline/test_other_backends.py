@@ -104,6 +104,7 @@ def alone() -> str:
     return "never came"
 
 
+@pytest.mark.slow
 def test_a_rank_that_makes_no_stage_is_named_in_time(ranks: Ranks):
     found, other = toy.timely(ranks, over, ON_GPUS, alone)
     assert found.kind == "AgreementError"

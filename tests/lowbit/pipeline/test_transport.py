@@ -75,7 +75,10 @@ def test_memory_of_a_long_step_is_a_window_and_what_is_in_flight() -> None:
             freed.append(event)
             if len(freed) > 4:
                 assert freed[-5].wait(30)  # within the step
-        assert len(transport._outbox.entries) <= 4
+        late = time.monotonic() + 30
+        while len(transport._outbox.entries) > 4:  # another thread removes them after it has freed the memory
+            assert time.monotonic() < late
+            time.sleep(0.001)
         assert traffic.peak_bytes <= 5 * (MIB + 8)
     else:
         transport.expect([(route, MIB) for route in routes])

@@ -72,6 +72,7 @@ def test_rank_0_hears_what_was_refused_while_it_was_not_ready(place: dict[str, s
         waits(0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_on_rank_0s_machine_says_so(
     place: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -109,6 +110,7 @@ def test_machines_of_different_size_are_told_on_both(sizes: tuple[int, int], pla
                 waiting.result(SECONDS)
 
 
+@pytest.mark.slow
 def test_rank_0_on_two_machines_says_which_to_set(
     place: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -73,6 +73,7 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert file.read_text() == "{}", "what is not lowbit's stays"
 
 
+@pytest.mark.slow
 def test_each_layer_is_planned_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file, out = tmp_path / "rows.json", tmp_path / "plan.json"
     settings = tiny(by="layer", repeats=1, out=str(out))

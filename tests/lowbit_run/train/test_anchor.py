@@ -206,6 +206,7 @@ def said(config: TrainConfig) -> list[str]:
     return [line for line in lines if "anchor" in line]
 
 
+@pytest.mark.slow
 def test_a_change_of_anchors_on_a_resume_drops_what_formats_have_learned(ranks: Ranks, tmp_path: Path):
     run = {"steps": 5, "checkpoint_every": 1}
     config = anchored(tmp_path, pipeline={"forward": "transform", "backward": []}, run=run)

@@ -314,6 +314,7 @@ def _train_until_faster(config: TrainConfig) -> list[dict[str, Any]]:
         return train(config).formats
 
 
+@pytest.mark.slow
 def test_all_ranks_notice_together_that_a_link_that_nobody_waits_for_is_faster(ranks: Ranks, tmp_path: Path):
     config = tiny(tmp_path, **WIDE, pipeline={"forward": "auto"}, run={"steps": 35})
     here, there = ranks.run(_train_until_faster, config, timeout=LIMIT)
@@ -339,6 +340,7 @@ def _train_on_a_busy_machine(config: TrainConfig) -> list[dict[str, Any]]:
         return train(config).formats
 
 
+@pytest.mark.slow
 def test_all_ranks_return_to_the_formats_before_if_steps_take_longer_and_try_others_later(ranks: Ranks, tmp_path: Path):
     config = tiny(tmp_path, **WIDE, pipeline={"forward": "auto"}, run={"steps": 58})
     here, there = ranks.run(_train_on_a_busy_machine, config, timeout=LIMIT)

@@ -194,6 +194,7 @@ def counted(config: TrainConfig) -> tuple[list[float], int]:
     return losses(config), len(connections_of(dist.group.WORLD))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_the_number_of_connections(ranks: Ranks, tmp_path: Path):
     one, several = (
         tiny(tmp_path / str(count), model={"dim": 128}, data={"sequence": 128}, run={"steps": 3, "connections": count})

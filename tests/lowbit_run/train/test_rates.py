@@ -98,6 +98,7 @@ def bits(chosen: dict[str, str]) -> dict[str, float]:
     return {place: parse(codec).bits for place, codec in chosen.items()}  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 def test_a_run_measures_the_cost_and_keeps_rates_that_meet_the_goal(ranks: Ranks, tmp_path: Path) -> None:
     (chosen, checks, cost), other = ranks.run(outcome, wide(tmp_path, "0.5"), (2, 5), timeout=LIMIT)
     assert other[:2] == (chosen, checks)
