@@ -248,11 +248,8 @@ class Lane:
                 session.decode(payload, out=out, training=step.training)
             else:
                 rest = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-                out.copy_(
-                    saturating_cast(
-                        session.decode(payload, out=rest, training=step.training).add_(predicted), out.dtype
-                    )
-                )
+                session.decode(payload, out=rest, training=step.training).add_(predicted)
+                out.copy_(saturating_cast(rest, out.dtype))
 
     def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
         """Show this sender the tensor that crossed the other way; return a note for `encode`, if the codec has one."""

@@ -33,7 +33,7 @@ def dry_run(config: "TrainConfig") -> None:
         ConfigError: something would keep the run from starting.
     """
     check_torch()
-    ranks = int(os.environ.get("WORLD_SIZE") or config.ranks)  # without RANK: the plan for so many
+    ranks = int(os.environ.get("WORLD_SIZE") or config.ranks)  # WORLD_SIZE alone: plan for that many ranks
     prepared = prepare(config, ranks=ranks)
     if os.environ.get("RANK", "0") != "0":
         return

@@ -118,7 +118,8 @@ def _resolved(settings: PipelinePlanSettings, cluster: Cluster) -> PipelinePlanS
     if "auto" not in (wanted, own) and wanted != own:
         raise ConfigError(f"precision is {wanted}, and run.precision {own}; allowed: one of them")
     named = next((each for each in (wanted, own) if each != "auto"), "auto")
-    likely = "bf16" if all(machine.gpus for machine in cluster.of_ranks) else "fp32"  # as `lowbit train` will choose
+    # On CPUs that have bfloat16, training will take less than this.
+    likely = "bf16" if all(machine.gpus for machine in cluster.of_ranks) else "fp32"
     precision = likely if named == "auto" else named
     return replace(settings, precision=precision, run=replace(settings.run, precision=named))
 
